@@ -2,16 +2,17 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from functools import cache
 
+from support.architecture import nodes_of
 from support.paths import ROOT
 
 # The patterns and the planted cases have the words themselves.
 PLANTED = {ROOT / "tests" / "project" / "test_english.py"}
 FOLDERS = ("src", "tests", "benchmarks", "examples", "studies")
 PROGRAMS = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} - PLANTED)
-PAGES = sorted([*PROGRAMS, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 
 _FRAGMENT = re.compile(r"(Of|For|Those|Whoever|Who)\b")
@@ -21,7 +22,7 @@ _PHRASES = re.compile(
 )
 _NAMES = re.compile(r"hears?|heard|tells?|told|telling|mend(s|ed|ing)?|whoever|nobody|somebody")
 """Words that no name has: a program sends, receives, reports and fixes."""
-_WITH_S = re.compile(r"\b[a-z]+(?:is(?:e|es|ed|ing|er|ers)|isations?|lys(?:ed|ing))\b", re.IGNORECASE)
+_WITH_S = re.compile(r"[a-z]+(?:is(?:e|es|ed|ing|er|ers)|isations?|lys(?:ed|ing))", re.IGNORECASE)
 _SPELLED_WITH_S = """
     advertis advis aris chemis circumcis compromis concis cruis demis despis devis disguis elementwis enterpris excis
     exercis expertis franchis improvis layerwis likewis madvis nois otherwis pairwis pois prais precis premis promis
@@ -32,11 +33,13 @@ _SPELLED_WITH_S = """
 
 def _faults(text: str) -> Iterator[str]:
     yield from (match.group() for match in _PHRASES.finditer(text))
-    for match in _WITH_S.finditer(text):
-        word = match.group().lower()
-        stem = re.sub(r"(e|es|ed|ing|er|ers|ations?)$", "", word)
-        if stem not in _SPELLED_WITH_S.split():
-            yield match.group()
+    yield from filter(_is_spelled_with_s, re.findall(r"\b[a-z]+\b", text, re.IGNORECASE))
+
+
+@cache
+def _is_spelled_with_s(word: str) -> bool:
+    stem = re.sub(r"(e|es|ed|ing|er|ers|ations?)$", "", word.lower())
+    return _WITH_S.fullmatch(word) is not None and stem not in _SPELLED_WITH_S.split()
 
 
 def faults_in_markdown(text: str) -> list[str]:
@@ -63,21 +66,26 @@ def _given_names(node: ast.AST) -> list[str]:
     return []
 
 
-def faults_in_names(text: str) -> list[str]:
+def faults_in_names(nodes: Iterable[ast.AST]) -> list[str]:
     """The names that a module gives and that have a word of `_NAMES` or one spelled with an s, with their lines."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         for name in _given_names(node):
-            words = re.findall(r"[A-Z]?[a-z]+", name)
-            if any(_NAMES.fullmatch(word.lower()) or list(_faults(word)) for word in words):
+            if _is_faulty(name):
                 found.append(f"line {getattr(node, 'lineno', 0)}: {name}")
     return found
 
 
-def faults_in_python(text: str) -> list[str]:
+@cache
+def _is_faulty(name: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+", name)
+    return any(_NAMES.fullmatch(word.lower()) or list(_faults(word)) for word in words)
+
+
+def faults_in_python(text: str, nodes: Iterable[ast.AST]) -> list[str]:
     """The faults of a module's docstrings, comments and string literals, with their lines."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if (docstring := _docstring(node)) and (match := _FRAGMENT.match(docstring)):
             found.append(f"a docstring begins with {match.group()}: {docstring.partition(chr(10))[0]}")
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -88,21 +96,17 @@ def faults_in_python(text: str) -> list[str]:
     return found
 
 
-def faults_in(path: Path) -> list[str]:
-    text = path.read_text()
-    return faults_in_python(text) if path.suffix == ".py" else faults_in_markdown(text)
+def faults_in(text: str) -> list[str]:
+    """All that is wrong in a module."""
+    nodes = tuple(ast.walk(ast.parse(text)))
+    return faults_in_python(text, nodes) + faults_in_names(nodes)
 
 
-def test_english_has_no_known_faults() -> None:
-    found = {str(path.relative_to(ROOT)): faults for path in PAGES if (faults := faults_in(path))}
+def test_english_and_names_have_no_known_faults() -> None:
+    found = {path: faults_in_markdown(path.read_text()) for path in PAGES}
+    found |= {path: faults_in(path.read_text()) for path in PROGRAMS}
 
-    assert found == {}
-
-
-def test_names_have_no_known_faults() -> None:
-    found = {str(path.relative_to(ROOT)): faults for path in PROGRAMS if (faults := faults_in_names(path.read_text()))}
-
-    assert found == {}
+    assert {str(path.relative_to(ROOT)): faults for path, faults in found.items() if faults} == {}
 
 
 NAMES_WITH_FAULTS = [
@@ -144,10 +148,10 @@ GOOD_CODE = [
 
 
 def test_planted_faults_are_found_and_good_english_is_none() -> None:
-    assert [text for text in NAMES_WITH_FAULTS if len(faults_in_names(text)) != 1] == []
-    assert [text for text in GOOD_NAMES if faults_in_names(text)] == []
-    assert [text for text in CODE_WITH_FAULTS if not faults_in_python(text)] == []
-    assert [text for text in GOOD_CODE if faults_in_python(text)] == []
+    assert [text for text in NAMES_WITH_FAULTS if len(faults_in_names(nodes_of(text))) != 1] == []
+    assert [text for text in GOOD_NAMES if faults_in_names(nodes_of(text))] == []
+    assert [text for text in CODE_WITH_FAULTS if not faults_in_python(text, nodes_of(text))] == []
+    assert [text for text in GOOD_CODE if faults_in_python(text, nodes_of(text))] == []
 
 
 def test_faults_of_a_page_are_outside_of_its_code() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from project.test_architecture import FLOW, SOURCES
-from support.architecture import room_of
+from support.architecture import parse, room_of
 
 ROOM = "torch_internals"
 DOCUMENTED = {"os._exit"}
@@ -26,7 +26,7 @@ DOCUMENTED = {"os._exit"}
 @cache
 def trees() -> dict[str, ast.Module]:
     """Every module of the library, parsed by the first test and not by each process that collects the tests."""
-    return {module: ast.parse(text) for module, text in SOURCES.items()}
+    return {module: parse(text) for module, text in SOURCES.items()}
 
 
 @cache
@@ -83,7 +83,7 @@ def _touches(node: ast.AST) -> Iterator[bool]:
             yield from (_is_foreign(start) for start in _starts(asked))
         case ast.Constant(value=str(text)):
             # Wherever it is used: in a table of names, say. The slots of our classes are in `private_names_given`.
-            yield text in TORCHS - private_names_given()
+            yield text in TORCHS and text not in private_names_given()
         case ast.keyword(arg=str(name)):
             yield is_private(name) and name not in private_names_given()
 

@@ -22,6 +22,12 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 parse = cache(ast.parse)
 
 
+@cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of `text`, which most laws look at."""
+    return tuple(ast.walk(parse(text)))
+
+
 def room_of(module: str, flow: Flow) -> str:
     """The innermost room of `flow` that `module` is in; if it is in none, the part of its name behind `penstock`, which
     is empty for the package itself.
@@ -35,7 +41,7 @@ def room_of(module: str, flow: Flow) -> str:
 def imported_names(module: str, text: str) -> frozenset[tuple[str, str]]:
     """Every import in `text`, also inside a function, as (module, name); without a name for a whole module."""
     found: list[tuple[str, str]] = []
-    for node in ast.walk(parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -106,9 +112,14 @@ def makers_of_messages(sources: Sources, messages: set[str]) -> set[str]:
     return {
         module
         for module, text in sources.items()
-        for node in ast.walk(parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in messages
+        for node in nodes_of(text)
+        if isinstance(node, ast.Call) and _last_name(node.func) in messages
     }
+
+
+def _last_name(node: ast.expr) -> str:
+    """The name that ``a.b.name`` or ``name`` ends with; empty for another expression."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def incomplete_matches(sources: Sources, actions: set[str]) -> list[str]:
@@ -116,7 +127,7 @@ def incomplete_matches(sources: Sources, actions: set[str]) -> list[str]:
     return [
         f"{module}:{node.lineno}"
         for module, text in sources.items()
-        for node in ast.walk(parse(text))
+        for node in nodes_of(text)
         if isinstance(node, ast.Match)
         and actions & {ast.unparse(part.cls) for part in ast.walk(node) if isinstance(part, ast.MatchClass)}
         and "assert_never" not in ast.unparse(node.cases[-1])
@@ -209,7 +220,7 @@ def count_positional(sources: Sources, most: int) -> dict[str, int]:
     """
     found: Counter[str] = Counter()
     for module, text in sources.items():
-        for node in ast.walk(parse(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.Call):
                 found[module] += _values(node) > most
             elif isinstance(node, Function):
@@ -228,14 +239,14 @@ def argument_bags(sources: Sources) -> list[str]:
     """
     found = []
     for module, text in sources.items():
-        for node in ast.walk(parse(text)):
+        for node in nodes_of(text):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "locals":
                 found.append(f"{module}: locals()")
         for name, function in functions_in(text, module):
             taken = function.args
             for parameter in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs):
-                kind = ast.unparse(parameter.annotation) if parameter.annotation else ""
-                if parameter.arg in BAGS and re.search(r"(?i)(mapping|dict)\[str, (any|object)\]", kind):
+                kind = ast.unparse(parameter.annotation) if parameter.arg in BAGS and parameter.annotation else ""
+                if re.search(r"(?i)(mapping|dict)\[str, (any|object)\]", kind):
                     found.append(f"{name}({parameter.arg})")
     return found
 
@@ -257,7 +268,7 @@ def needless_lists(sources: Sources) -> list[str]:
     found = []
     for module, text in sources.items():
         names = exported(text)
-        imports = [node for node in ast.walk(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [node for node in nodes_of(text) if isinstance(node, ast.Import | ast.ImportFrom)]
         passed_on = {alias.asname or alias.name for node in imports for alias in node.names}
         lazy = "__getattr__" in text
         if names is not None and not (lazy or passed_on.intersection(names)):
@@ -270,7 +281,7 @@ def hidden(sources: Sources) -> list[str]:
     return [
         f"{module}:{node.lineno}: {node.id}"
         for module, text in sources.items()
-        for node in ast.walk(parse(text))
+        for node in nodes_of(text)
         if isinstance(node, ast.Name) and node.id in {"hasattr", "NotImplementedError"}
     ]
 
@@ -289,18 +300,17 @@ def naming_breaches(module: str, source: str) -> list[str]:
     A string that is a schedule's name, a text other than a docstring that has one of the names that are no common word,
     and an import of a definition. What reads the facts of a definition instead needs no change for a new schedule.
     """
-    tree = ast.parse(source)
     bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     # A string that stands alone is a docstring, of a function or of what is above it.
     documented = {
         id(statement.value)
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, bodies)
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock.scheduling.orders"):
             found += [
                 f"{module}:{node.lineno} imports {alias.name}" for alias in node.names if alias.name not in FOR_ALL
