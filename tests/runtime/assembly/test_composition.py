@@ -94,6 +94,7 @@ LANES_AND_REPLICAS = (
     Run("split_columns_and_rows", stages=1, tp=2, replicas=2),
     Run("split_sequence", "pipedream", stages=1, tp=2, replicas=2, microbatches=5),
     Run("split_columns_and_rows", "2bw", stages=1, tp=2, replicas=2, split=True),
+    Run("split_columns_and_rows", stages=1, tp=2, replicas=2, shares=True, most=0.5),
     Run("split_and_shard", stages=1, tp=2, replicas=2),
 )
 

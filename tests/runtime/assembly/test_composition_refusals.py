@@ -25,6 +25,7 @@ from penstock.runtime.transport.transport import Channel, Edge
 from penstock.runtime.transport.worlds import Processes
 from support import models
 from support.jobs.composition_jobs import BATCHES, Run, build_model, split_columns_and_rows
+from support.optimizers import GlobalNorm
 from support.paths import ROOT
 from support.processes import Pool
 
@@ -370,6 +371,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "sharded over all": ("expected dp or tp", (TWO_REPLICAS, "shard_over_all"), {}),
     "sharded with versions": ("keeps several versions", (Run("", "2bw", replicas=2), "shard"), {}),
     "sharded, divided backwards": ("expected whole backwards", (Run("", "zb-h1", replicas=2), "shard"), {}),
+    "sharded twice": ("Leave shard_optimizer= out", (TWO_REPLICAS, "shard"), {"shard_optimizer": True}),
     "sharded, in low precision": (
         "MixedPrecisionPolicy",
         (TWO_REPLICAS, "shard"),
@@ -453,6 +455,10 @@ def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled and spread": ("Leave compile= out", {"compile": True, "parallelize": nothing}),
     "layers of zb-h1": ("would hardly hold less", {"schedule": "zb-h1", "recompute": "layers"}),
+    "state of all parameters": (
+        "steps each parameter by itself",
+        {"shard_optimizer": True, "optimizer": GlobalNorm},
+    ),
     "compiled with graphs": ("expected a mode without graphs", {"compile": {"mode": "max-autotune"}}),
 }
 
@@ -489,6 +495,8 @@ ROWS: dict[str, tuple[str | Callable[..., None], ...]] = {
         "sharded, in low precision",
         "sharded and predicted",
     ),
+    "`fully_shard` with `shard_optimizer=`": ("sharded twice",),
+    "`shard_optimizer=` and an optimizer that sums over parameters": ("state of all parameters",),
     "`fully_shard` where stages have different numbers of replicas": ("sharded, unequal replicas",),
     "`fully_shard` with microbatches that the replicas do not share equally": (
         "sharded, odd microbatches",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import penstock
 from penstock.runtime.execution.compilation import read_compilation
 from support import models
 from support.layers import Gathering, InPlace, Several
+from support.processes import Pool
 from support.random_models import Counting
 from support.training import Case, run_reference
 
@@ -261,3 +263,33 @@ def test_options_are_read() -> None:
             read_compilation(wish)  # type: ignore[arg-type]
     with pytest.raises(penstock.PlanError, match="compile= and parallelize="):
         read_compilation(True, parallelized=True)
+
+
+def train_together(compiled: bool, directory: str) -> tuple[list[float], dict[str, Tensor], int]:
+    """Steps of several numbers of microbatches, by replicas that share the optimizer's state, which is on the host; a
+    save in between. Returns the losses, the weights, and the graphs that were compiled after two steps.
+    """
+    torch.compiler.reset()
+    counter, batches = Counter(), models.LAYERED.batches
+    stages = (penstock.Stage(0, 5, (0, 1)), penstock.Stage(5, 8, (2,)))
+    chosen: dict[str, Any] = {"plan": penstock.Plan(stages, "zb-h1", 4), "shard_optimizer": True, "state_on_host": True}
+    chosen |= {"clip_grad_norm": 0.3, "compile": {"backend": counter, "dynamic": True} if compiled else False}
+    subject = models.LAYERED
+    with penstock.Pipeline(
+        subject.build(), subject.sample, subject.loss_fn, models.adamw, check="off", **chosen
+    ) as pipe:
+        losses, graphs = [], 0
+        for number, (x, y) in enumerate(batches):
+            count = (4, 8, 4, 2)[number]
+            losses.append(float(pipe.step(penstock.Microbatches(*(each.chunk(count) for each in (x, y)))).loss))
+            if number == 1:
+                graphs = counter.graphs
+                pipe.save(directory)
+        return losses, pipe.state_dict()["model"], counter.graphs - graphs
+
+
+def test_counts_shared_state_and_compiled_layers_work_together(pool: Pool, tmp_path: Path) -> None:
+    plain, compiled = (pool.run(3, train_together, on, str(tmp_path / str(on))) for on in (False, True))
+    for (losses, state, _), (found, made, later) in zip(plain, compiled, strict=True):
+        assert losses == found and later == 0
+        assert all(torch.equal(tensor, made[name]) for name, tensor in state.items())

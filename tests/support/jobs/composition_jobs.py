@@ -218,6 +218,8 @@ class Run:
     """Whether hooks see the updates."""
     predicted: bool = False
     """Whether forwards read predicted weights."""
+    shares: bool = False
+    """Whether replicas share the optimizer's state."""
     low: bool = False
     """Whether forwards read bfloat16 versions of float32 weights."""
     traced: bool = False
@@ -264,7 +266,7 @@ class Run:
 
     def make(self, **options: Any) -> penstock.Pipeline:
         """The pipeline; no hook of the name means no hook."""
-        own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute}
+        own = {"parallelize": BY_NAME.get(self.hook), "recompute": self.recompute, "shard_optimizer": self.shares}
         return penstock.Pipeline(self.build(), **{**self.options, **own, **options})
 
 

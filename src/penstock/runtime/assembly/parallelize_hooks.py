@@ -314,7 +314,12 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _check_sharded(stage: int, schedule: Schedule) -> None:
-    """Raises `PlanError` if replicas could enter the collectives of `fully_shard` unequally often."""
+    """Raises `PlanError` if replicas could enter the collectives of `fully_shard` unequally often, or share twice."""
+    if schedule.gathers:
+        raise PlanError(
+            f"fully_shard was applied to stage {stage}, and shard_optimizer= is given: expected one of them, since "
+            "fully_shard spreads the optimizer's state over the replicas as well. Leave shard_optimizer= out"
+        )
     if not schedule.flushes or schedule.versions(stage) > 1:
         raise PlanError(
             f"fully_shard was applied to stage {stage} and {schedule.name!r} keeps several versions of weights: "

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.capturing.chain import LayerChain, StageModule, crossings_of
 from penstock.capturing.module_copies import Copies
-from penstock.errors import PlanError
 from penstock.runtime.assembly.parallelize_hooks import ParallelStages, sharded_modules
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
@@ -403,11 +402,6 @@ def _reducer(
 ) -> Reducer:
     trained = {name: p for name, p in weights.parameters.items() if p.requires_grad}
     if modules := sharded_modules(weights.stage):
-        if owners is not None:
-            raise PlanError(
-                "shard_optimizer= and fully_shard are both given: expected one of them, since fully_shard spreads the "
-                "optimizer's state over the replicas with the weights. Leave shard_optimizer= out"
-            )
         whole = {name: p for name, p in trained.items() if "dp" not in dimensions_of(p)}
         return ShardedReducer(
             transport, group=group, rank=rank, stage=stage, parameters=whole, modules=modules, now=now
