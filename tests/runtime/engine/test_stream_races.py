@@ -79,7 +79,7 @@ def name_of(training: Training) -> str:
     return " ".join([training.schedule, str(training.ranks), *on])
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("training", TRAININGS, ids=name_of)
 def test_trainings(training: Training, tmp_path: Path) -> None:
     for expected, found in zip(
@@ -99,7 +99,7 @@ DIRECTLY = [
 """Over the ends of NCCL, and a backend that does as NCCL does."""
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("training", "directly"),
     [*((training, False) for training in OVER_GLOO), *((training, True) for training in DIRECTLY)],
