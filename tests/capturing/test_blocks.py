@@ -31,7 +31,7 @@ drawing = does(changed(lambda block, y: y * random.random() + float(numpy.random
 SCRIPTED = ("Scripted", "ScriptedFunction")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -46,7 +46,7 @@ def test_a_block_computes_what_it_computes_alone(name: str, schedule: str) -> No
     assert_trains(partial(Stack, KINDS.get(name, drawing)), schedule, microbatches=1 if whole else 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["EmaBook", "Counter", "GradientMask", "ClampedBackward", "ReassignedBuffer", "Checkpointed"]
 )
@@ -269,6 +269,7 @@ def test_a_mask_that_follows_from_values_is_computed() -> None:
     assert not torch.allclose(model(x), found[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["SharedBlock", "CyclicBlocks"])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 3), ("2bw", 2)])
 def test_a_block_that_runs_in_several_stages_trains(schedule: str, stages: int, name: str) -> None:
@@ -328,6 +329,7 @@ class Marked(Counter):
         self.register_forward_hook(lambda module, inputs, output: output * 100)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Block, Counter, Marked])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b-flush", 3), ("zb-h1", 2)])
 def test_blocks_whose_forward_is_called(kind: Callable[[], Block], schedule: str, stages: int) -> None:

@@ -87,7 +87,7 @@ def crossing(chain: LayerChain, call: Call) -> list[list[tuple[int, ...]]]:
     return shapes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS)
 def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, names: list[str]) -> None:
@@ -104,6 +104,7 @@ def test_a_transformer_in_pieces_equals_the_whole(model: Build, inputs: Inputs, 
     assert [layer.name for layer in chain.evaluation().layers] == names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "inputs", "names"), MODELS[:5])
 def test_only_hidden_states_cross_between_blocks(model: Build, inputs: Inputs, names: list[str]) -> None:
     chain = capture(build(model), inputs(3), check=False)
