@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_pytorch(tmp_path: Path, name: str) -> None:
     check_resuming(tmp_path / "run", optimizer=OPTIMIZERS[name])
@@ -107,6 +107,7 @@ def test_averages_hooks_and_scale(tmp_path: Path) -> None:
     check_resuming(tmp_path / "run", **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*SCHEDULERS, "ReduceLROnPlateau"])
 def test_schedulers_that_are_stepped_by_hand(tmp_path: Path, name: str) -> None:
     """They are the user's objects, and the learning rates are the optimizer's."""

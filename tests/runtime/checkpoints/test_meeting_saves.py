@@ -99,7 +99,7 @@ def check_pair(
     check_left(*folder.iterdir())
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", ["run", "other"])
 @pytest.mark.parametrize("second", PAIRS)
 @pytest.mark.parametrize("first", LEADING)
@@ -151,7 +151,7 @@ def warm_server() -> Iterator[ForkServer]:
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(200))
 def test_drawn_sequences_with_kills(tmp_path: Path, warm_server: ForkServer, number: int) -> None:
     ranks, fault, jobs = draw(number)

@@ -43,7 +43,7 @@ def by_state_dict(pipe: penstock.Pipeline, directory: Path) -> Any:
 ROUTES = [by_save, by_save_beside, by_state_dict]
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_resumed_run_equals_the_plain_loop(name: str, route: Any, tmp_path: Path) -> None:
