@@ -288,6 +288,7 @@ class Residual(Blocks):
         return x
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("closure", [False, True])
@@ -333,7 +334,7 @@ def confident(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy((output + 14 * picked).flatten(0, 1), target.flatten())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss_fn", [usual, confident, cancelling, tiny])
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]

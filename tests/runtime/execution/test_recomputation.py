@@ -109,7 +109,7 @@ def run_layers(
     return losses, pipe.state_dict()["model"], torch.rand(3)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("recompute", [True, "layers", {0}])
 @pytest.mark.parametrize("stages", [1, 2])
@@ -323,6 +323,7 @@ ASKING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "2bw"])
 @pytest.mark.parametrize("name", ASKING)
 def test_layers_whose_forward_asks_for_gradients_are_repeated_with_the_same_bits(name: str, schedule: str) -> None:
