@@ -157,6 +157,7 @@ def test_every_schedule_has_balanced_stages(schedule: Any) -> None:
     assert pipe.plan.schedule == schedule
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw", "interleaved"])
 @pytest.mark.parametrize("balance", ["work", "layers"])
 def test_the_oracle_cuts_alike(schedule: str, balance: Any) -> None:

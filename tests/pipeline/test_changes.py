@@ -301,7 +301,7 @@ def judge(changes: list[Planned], schedule: str = "1f1b-flush", stages: int = 2,
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 def test_a_change_counts_as_in_a_plain_loop_or_is_refused_by_its_name(name: str) -> None:
     refusal = judge([(1, name, 0.5)])
 
@@ -315,7 +315,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(changes, st.sampled_from(["1f1b-flush", "gpipe", "zb-h1", "interleaved"]), st.booleans())
 def test_random_changes_count_as_in_a_plain_loop_or_are_refused(
     drawn: list[Planned], schedule: str, evaluates: bool
@@ -345,7 +345,7 @@ def train_here(seed: int) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", range(100))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_two_processes_follow_changes_together(pool: Pool, seed: int) -> None:
     first, second = pool.run(2, train_here, seed)
 

@@ -32,6 +32,7 @@ def run_clipped(case: Case, most: Any = MOST) -> Outcome:
     return run_pipeline(case, clip_grad_norm=most)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_flush_has_the_numbers_of_one_device(schedule: str, stages: int) -> None:

@@ -153,7 +153,7 @@ def train(pipe: penstock.Pipeline, steps: range) -> list[float]:
 EVENTS = (1, PASSES // 3, PASSES, PASSES + 1, 3 * PASSES // 2)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("events", EVENTS)
 @pytest.mark.parametrize("schedule", [*FLUSHING, *LASTING])
 def test_a_step_that_failed_ends_the_pipeline_and_resume_goes_on(schedule: str, events: int, tmp_path: Path) -> None:

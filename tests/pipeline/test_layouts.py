@@ -64,6 +64,7 @@ def differing(block: str, schedule: str, seeds: range) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1", "2bw"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_one_process_has_the_bits_of_the_oracle(block: str, schedule: str) -> None:

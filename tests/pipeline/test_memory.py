@@ -224,7 +224,7 @@ IN_PROCESSES = {
 """By the number of processes."""
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("setting", EVERY, ids=ident)
 def test_a_step_holds_what_the_schedule_promises(setting: Setting) -> None:
     """Activations and versions of weights; and the tensors that are alive are as many after every step."""

@@ -107,6 +107,7 @@ def reference(case: Case) -> Outcome:
     return train_by_oracle(case.build(), poisoned_batches(case), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_skipped_updates_equal_the_oracle(case: Case) -> None:
     expected, (found, skipped) = reference(case), run_poisoned(case)

@@ -278,7 +278,7 @@ def test_a_plain_loop(way: str) -> None:
     assert_equal(train((way, "1f1b-flush", 2, 1)), train_plainly(way))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_schedule_in_one_process(way: str) -> None:
     """Half of the forms for each way, with versions and without; in two processes it meets others."""

@@ -88,7 +88,7 @@ def oracle(subject: str, definition: ScheduleDefinition, ranks: int) -> Outcome:
     return run_reference(Case(subject, "gpipe", ranks, 4, "adamw"), plan=plan_of(definition, ranks))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_processes_equal_the_oracle(pool: Pool, name: str, ranks: int) -> None:

@@ -41,6 +41,7 @@ def test_one_microbatch_equals_a_plain_loop_under_autocast(subject: str, dtype: 
     assert [float(pipe.step(x, y).loss) for x, y in CAST_BATCHES] == plain_losses(CAST[subject](), CAST_BATCHES, dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_versions_that_autocast_would_cast_anyway_change_nothing(schedule: str) -> None:
     low = {subject: run_once(subject, schedule, 3, 4, None, version_dtype=torch.bfloat16) for subject in CAST}

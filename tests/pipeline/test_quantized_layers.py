@@ -125,6 +125,7 @@ def test_quantized_layers_train_as_in_a_loop(kind: str, evaluates: bool) -> None
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "options",
     [

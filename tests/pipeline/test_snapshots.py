@@ -71,6 +71,7 @@ def test_steps_compute_while_the_state_is_copied_and_updates_wait(schedule: str,
     assert losses == list(reference(case).losses[2:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "microbatches", "apart"),
     [("2bw", 4, 4, 1), ("pipedream", 4, 3, 1), ("pipedream", 4, 2, 2), ("pipedream", 4, 1, 3)],

@@ -124,6 +124,7 @@ def averaged_model(kind: str) -> nn.Module:
     return model.float() if kind == "float32" else model
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("decay", AVERAGES)
 @pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "float32"])
 def test_averages_are_those_of_pytorch(kind: str, decay: float | None) -> None:
@@ -206,6 +207,7 @@ def test_evaluation_with_averages_leaves_the_weights_as_they_were() -> None:
         assert torch.equal(before[name], tensor), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", ["prediction", "several", "own"])
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_training_goes_on_from_a_checkpoint_of_other_stages(recipe: str, schedule: str, tmp_path: Any) -> None:

@@ -172,7 +172,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_data_may_decide_which_gradients_cross_a_cut(pool: Pool, run: VaryingRun) -> None:
     expected = reference(run)
