@@ -72,7 +72,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("penstock_subject_models", None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("function", ["make", "own_batches", "pair", "layers", "subject", "with_loss"])
 def test_the_loss_of_the_script_falls(function: str, fork_server: ForkServer, tmp_path: Path, capsys: Any) -> None:

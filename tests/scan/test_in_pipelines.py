@@ -36,6 +36,7 @@ def build() -> nn.Sequential:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "zb-h1", "2bw", "pipedream"])
 def test_stages_with_scans_equal_the_oracle(schedule: str) -> None:
     torch.manual_seed(1)
