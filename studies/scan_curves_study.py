@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from penstock.scan import ScanGRU, ScanLSTM, ScanSequential
@@ -52,6 +51,8 @@ class Run:
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pictures (N, 1, 8, 8) and classes to train on, and a fifth of all to test on."""
+    from sklearn.datasets import load_digits  # takes seconds
+
     data = load_digits()
     pictures = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))

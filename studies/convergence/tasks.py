@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import penstock
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import train_digits
 import train_gpt
 
 __all__ = ["STAGES", "TASKS", "Batches", "Task", "straight_plan"]
@@ -79,6 +78,8 @@ def read_text() -> Batches:
 
 def build_digits() -> list[nn.Module]:
     """The residual network of the digits example, without its dropout: see docs/convergence.md."""
+    import train_digits  # brings scikit-learn, which takes seconds
+
     model = train_digits.ResidualNetwork(width=8)
     head = nn.Sequential(*(layer for layer in model.head if not isinstance(layer, nn.Dropout)))
     return [model.stem, *model.blocks, head]
@@ -86,6 +87,8 @@ def build_digits() -> list[nn.Module]:
 
 def read_digits() -> Batches:
     """The pictures in a new random order for each epoch; the last ones of an epoch, too few for a batch, are left."""
+    import train_digits
+
     pictures, labels, test_pictures, test_labels = train_digits.read_digits()
 
     def stream(generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:

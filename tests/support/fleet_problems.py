@@ -8,7 +8,6 @@ from itertools import combinations
 
 import numpy
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from penstock.fleet import Job, Kind, Pair, Problem
 
@@ -86,6 +85,8 @@ class Reference:
             matrix.append(numpy.asarray(row)[None, :])
             bounds.append(numpy.array([bound]))
         limits = [(0, 1 if speed else 0) for speed in self.speeds.ravel()]
+        from scipy.optimize import linprog  # takes a second
+
         found = linprog(-numpy.asarray(objective), numpy.vstack(matrix), numpy.concatenate(bounds), bounds=limits)
         return None if found.status == 2 else -found.fun
 
