@@ -293,7 +293,9 @@ class Pipeline:
             )
             self.optimizers = self._updater.optimizers
             compared = FirstBatch(options, captured, self.schedule, self.required_inputs.target)
-            self._first_batch = None if run.check == "off" or again else compared
+            # The plain model has no room where weights are on the host.
+            skips = run.check == "off" or again or bool(self.schedule.streamed)
+            self._first_batch = None if skips else compared
             self._prepare_calls()
         back = partial(self._checkpoints.go_back, guarded=self._guarded) if recipe.on_nonfinite == "rollback" else None
         claims = None if again else self._checkpoints.claims

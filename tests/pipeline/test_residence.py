@@ -1,5 +1,7 @@
 """Streamed stages: weights and gradients at home on the host between visits. The bits are the oracle's."""
 
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,3 +247,40 @@ def test_what_cannot_stream_is_refused_by_name() -> None:
     model[0].weight = Other(model[0].weight.detach())
     with pytest.raises(PenstockError, match=r"expected a plain parameter, .* found .*Other, whose memory is not its"):
         penstock.Pipeline(model, **given)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place]).returncode:
+        pytest.skip("only root can mount")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_is_full_is_an_error_before_the_first_step(small_disk: Path) -> None:
+    """A home takes a page at least. Weights have their numbers, wherever they are by then."""
+    case = CASES["breadth-first"]
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        model, others = case.build(), case.build()
+        for layer in list(model.modules()):
+            if isinstance(layer, nn.Linear) and optimizer is torch.optim.SGD:
+                layer.register_parameter("spare", nn.Parameter(torch.zeros(4096, dtype=torch.float64)))
+        plan = replace(case.options["plan"], recompute=True, streamed=True)
+        given = {**case.options, "plan": plan, "optimizer": optimizer}
+        with pytest.raises(PenstockError, match=r"disk': expected room for \d+ bytes there, found: No space left"):
+            penstock.Pipeline(model, **given, check="off", offload_to=small_disk)
+        state = model.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in others.state_dict().items())
+        assert not list(small_disk.iterdir())
+
+
+def test_a_directory_that_is_removed_is_needed_no_more(tmp_path: Path) -> None:
+    """The file has no name: a process that is killed leaves nothing."""
+    case, place = CASES["breadth-first"], tmp_path / "place"
+    place.mkdir()
+    pipe = streaming(case, offload_to=place)
+    place.rmdir()
+    assert_equal(run_reference(case), train(pipe, case.batches))

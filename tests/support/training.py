@@ -17,9 +17,9 @@ from support.live_tensors import count_at_rest, forget_what_is_there
 
 LAYERS = 8
 """Of every subject."""
-PAIRED = ("interleaved", "zb-v", "v-half", "v-min")
+PAIRED = ("interleaved", "breadth-first", "zb-v", "v-half", "v-min")
 """The schedules under which a rank has two stages, in these tests."""
-FLUSHING = ("gpipe", "1f1b-flush", "interleaved", "spp", "zb-h1", "zb-v", "v-half", "v-min")
+FLUSHING = ("gpipe", "1f1b-flush", "breadth-first", "interleaved", "spp", "zb-h1", "zb-v", "v-half", "v-min")
 """Schedules that end every step with all updates made."""
 
 

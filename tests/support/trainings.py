@@ -27,13 +27,15 @@ from support.jobs.precision_jobs import CAST
 from support.own_schedules import offloading
 from support.random_models import Averaging
 from support.skip_models import REACHING, build_web
-from support.training import FLUSHING, LAYERS, Case, Outcome, stages_on_a_rank, train_by_oracle
+from support.training import FLUSHING, LAYERS, PAIRED, Case, Outcome, stages_on_a_rank, train_by_oracle
 from support.transport_selection import sharing_memory
 
 SCHEDULES = (*(method.name for method in METHODS), "vertical")
 EVERYWHERE: tuple[str, ...] = ()
 AT_ONCE = ("pipedream", "vertical")
 """Under which a stage updates behind every microbatch, and waits for no other."""
+IN_VERSIONS = (*AT_ONCE, "2bw")
+"""Whose stages have several versions of their weights."""
 IN_PARTS = ("zb-h1", "zb-v", "v-half", "v-min")
 """Whose backwards are in two parts."""
 CHOICES: dict[str, dict[Any, Sequence[str]]] = {
@@ -46,7 +48,7 @@ CHOICES: dict[str, dict[Any, Sequence[str]]] = {
         "straight": EVERYWHERE,
         "turned": EVERYWHERE,
         **dict.fromkeys(((2, 2), (3,)), EVERYWHERE),
-        **dict.fromkeys(((2, 1), (1, 2, 1), (2, 3), (3, 1)), ("interleaved", "zb-v", "v-half", "v-min", "vertical")),
+        **dict.fromkeys(((2, 1), (1, 2, 1), (2, 3), (3, 1)), (*PAIRED, "vertical")),
     },
     "split": {False: EVERYWHERE, True: EVERYWHERE},
     "drains": {(): EVERYWHERE, (0, 2): EVERYWHERE, (1,): EVERYWHERE},
@@ -64,6 +66,7 @@ CHOICES: dict[str, dict[Any, Sequence[str]]] = {
     "offloads": {None: EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
     "state": {"device": EVERYWHERE, "host": EVERYWHERE, "files": EVERYWHERE},
     "shares": {False: EVERYWHERE, True: EVERYWHERE},
+    "residence": {"device": EVERYWHERE, **dict.fromkeys(("host", "files", "some"), IN_VERSIONS)},
     "saves": {0: EVERYWHERE, 1: EVERYWHERE, 3: EVERYWHERE},
 }
 """The values of each field, the plain one first, and the schedules that do not allow a value."""
@@ -222,6 +225,8 @@ class Training:
     state: str = "device"
     shares: bool = False
     """Whether replicas share the optimizer's state."""
+    residence: str = "device"
+    """Where the weights of all stages that may be streamed are, or in "some" of every second one."""
     saves: int = 0
     """The step behind which a checkpoint is written beside the training, and resumed; 0 for never."""
     late: bool = False
@@ -250,8 +255,10 @@ class Training:
             rounding = {"stateful": "typed", "layered": "embedded"}
             made = replace(made, subject=rounding.get(made.subject, made.subject))
             made = replace(made, wire="as it is" if made.wire == "as it is" else "rows")
+        if made.precision == "low versions":
+            made = replace(made, residence="device")
         if made.offloads:
-            made = replace(made, recompute=None)
+            made = replace(made, recompute=None, residence="device")
         # Where replicas share a microbatch, each has a sample of it.
         most = (9 if made.ragged else 16) // max(replicas) if made.split else made.microbatches
         made = replace(made, microbatches=min(made.microbatches, most))
@@ -261,7 +268,7 @@ class Training:
         if made.varies and not made.other_counts:
             made = replace(made, varies=False)
         # What blocks keep in Python is one for all replicas in the oracle only, and in no checkpoint.
-        if made.subject == "stateful" and (replicas or made.saves or made.recompute):
+        if made.subject == "stateful" and (replicas or made.saves or made.recompute or made.streamed):
             made = replace(made, subject="averaging")
         # Batch normalization takes two samples or more.
         share = (9 if made.ragged else 16) // made.microbatches // (max(replicas) if made.split else 1)
@@ -309,6 +316,13 @@ class Training:
         """In stages of equal numbers of layers."""
         stages = self.ranks * stages_on_a_rank(self.schedule)
         return next(stage for stage in range(stages) if layer < LAYERS * (stage + 1) // stages)
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Stages that share no weight."""
+        shared = {self.stage_of(layer) for tie in self.ties if len(set(map(self.stage_of, tie))) > 1 for layer in tie}
+        every = range(0, self.ranks * stages_on_a_rank(self.schedule), 2 if self.residence == "some" else 1)
+        return () if self.residence == "device" else tuple(stage for stage in every if stage not in shared)
 
     @property
     def processes(self) -> int:
@@ -377,7 +391,12 @@ class Training:
         if self.offloads:
             plan = given["plan"]
             given["plan"] = replace(plan, schedule=offloading(plan.definition))
-        if "files" in (self.offloads, self.state):
+        if self.streamed:
+            again = False if self.recompute is None else bool(self.recompute)
+            places = 1 if self.residence == "some" else 2
+            plan = replace(given["plan"], recompute=again or self.streamed, streamed=self.streamed, places=places)
+            given["plan"] = plan
+        if "files" in (self.offloads, self.state, self.residence):
             given["offload_to"] = folder
         if self.subject == "web":
             # In a large microbatch values go directly past stages.
@@ -448,7 +467,9 @@ def expected_of(training: Training) -> list[Outcome]:
     rounds = training.wire != "as it is" or training.ties or training.varies
     if training.schedule in FLUSHING and not (training.drains or training.replicas or rounds):
         training = replace(training, schedule="gpipe", ranks=1, placement="straight")
-    whole = ask_oracle(replace(training, recompute=None, offloads=None, state="device", shares=False))
+    whole = ask_oracle(
+        replace(training, recompute=None, offloads=None, state="device", residence="device", shares=False)
+    )
     return [whole, replace(whole, losses=whole.losses[training.saves :])][: 2 if training.saves else 1]
 
 

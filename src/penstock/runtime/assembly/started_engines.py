@@ -87,6 +87,9 @@ def start_engine(
     host = own.host or HostStates(make_host_store(run.offload_to, context.staging), device)
     opened.callback(host.store.close)
     delays = schedule.guarantees.delays
+    if schedule.streamed and device.type != "cpu":
+        # It runs the model, whose weights are on the device still.
+        chain.evaluation()
     stages = build_stages(
         planned,
         chain,

@@ -85,7 +85,7 @@ class Engine:
         self._late = LateLosses() if late else None
         """The losses to check, on the ranks of the last stage."""
         self._checksums = [
-            ReplicaChecksums(transport, group, rank, index, stage.weights)
+            ReplicaChecksums(transport, group, rank, stage=index, weights=stage.weights, device=context.device)
             for rank, own in stages.items()
             for index, stage in own.items()
             if len(group := schedule.placement.stages[index]) > 1 and ranks > 1

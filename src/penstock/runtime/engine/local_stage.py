@@ -89,16 +89,23 @@ def share_buffers(stages: LocalStages, placement: Placement, transport: Transpor
 
 
 class ReplicaChecksums:
-    """Compares the `weights` of one stage of `rank` with those of the other replicas, the ranks `group`.
+    """Compares the `weights` of one stage of `rank` with those of the other replicas, the ranks `group`, on `device`.
 
     Each replica adds a checksum of every parameter to a sum over the replicas. If all are equal, the sum is the own one
     times the number of replicas. Parameters that replicas hold shards of are left out.
     """
 
     def __init__(
-        self, transport: Transport, group: tuple[int, ...], rank: int, stage: int, weights: VersionedWeights
+        self,
+        transport: Transport,
+        group: tuple[int, ...],
+        rank: int,
+        stage: int,
+        weights: VersionedWeights,
+        device: torch.device,
     ) -> None:
         self._transport, self._group, self._rank, self._stage, self._weights = transport, group, rank, stage, weights
+        self._device = device
         self._pending: tuple[tuple[str, ...], Tensor, PendingMessage] | None = None
         self._kind = ("checksums", stage)
         transport.agree(group, rank, {self._kind: (len(self._compared()), torch.int64)})
@@ -108,7 +115,7 @@ class ReplicaChecksums:
         compared = self._compared()
         if not compared:
             return
-        own = torch.stack([_checksum(tensor) for tensor in compared.values()])
+        own = torch.stack([_checksum(tensor) for tensor in compared.values()]).to(self._device)
         self._pending = tuple(compared), own, self._transport.reduce(self._group, self._rank, self._kind, own.clone())
 
     def finish(self) -> None:

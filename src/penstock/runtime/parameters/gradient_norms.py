@@ -144,6 +144,9 @@ class GradientNorms:
             if name not in plain:
                 # Computing it sums over the processes of the mesh.
                 norms[name] = whole(torch.linalg.vector_norm(gradient)).double()
+        if any(norm.device.type != self._device.type for norm in norms.values()):
+            # Gradients of streamed stages are on the host.
+            norms = {name: norm.to(self._device) for name, norm in norms.items()}
         absent = torch.full((), ABSENT, dtype=torch.float64, device=self._device)
         scaled = torch.full((), scale, dtype=torch.float64, device=self._device)
         if of is not None:

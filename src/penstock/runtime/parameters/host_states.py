@@ -18,6 +18,7 @@ Laws of this file:
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError
+from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.host_stores import HostStore
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, layout_of
 from penstock.runtime.parameters.group_options import options_of, set_options
@@ -62,6 +64,8 @@ class HostStates:
         self.store, self._staging, self._device = store, store.staging, device
         self._homes = WeakIdKeyDictionary()
         """By tensor: its memory on the host."""
+        self._reserved: defaultdict[Layout, list[Tensor]] = defaultdict(list)
+        """Homes of states that are to come."""
 
     def memory(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A home for one such as `tensor`."""
@@ -157,6 +161,12 @@ class HostStates:
                 for parameter in part.values():
                     parameter.grad = None
 
+    def reserve(self, states: Iterable[tuple[nn.Parameter, torch.dtype]]) -> None:
+        """Takes room for states as large as their parameters: without it no update shall begin."""
+        for parameter, dtype in states:
+            home = self.memory(local_shard(parameter), dtype)
+            self._reserved[layout_of(home)].append(home)
+
     def put_away(self, states: Mapping[Tensor, Any]) -> None:
         """Moves what is on the device of `states` to the host."""
         for parameter, state in states.items() if self._device.type != "cpu" else ():
@@ -177,7 +187,8 @@ class HostStates:
         memories = [local_shard(tensor) for tensor in present]
         for tensor, memory in zip(present, memories, strict=True):
             if tensor not in self._homes or layout_of(self._homes[tensor]) != layout_of(memory):
-                self._homes[tensor] = self.store.memory(layout_of(memory))
+                reserved = self._reserved[layout_of(memory)]
+                self._homes[tensor] = reserved.pop() if reserved else self.store.memory(layout_of(memory))
             set_local_shard(tensor, self._homes[tensor])
         homes = iter([self._homes[tensor] for tensor in present])
         return memories, self._staging.to_host(memories, lambda _: next(homes), kept=True)[1]
@@ -187,7 +198,7 @@ class HostStates:
         if tensor not in self._homes:
             return False
         memory, home = local_shard(tensor), self._homes[tensor]
-        return bool(memory.device == home.device) and memory.data_ptr() == home.data_ptr()
+        return bool(memory.device == home.device and memory.data_ptr() == home.data_ptr())
 
     def _is_movable(self, value: Any) -> bool:
         """Whether `value` is on the device and has a home; or is of a state, of some size, in memory of its own."""
@@ -217,18 +228,24 @@ def _tensors_of(states: Mapping[Tensor, Any], part: _Part) -> list[Any]:
     return tree_leaves([states.get(parameter) for parameter in part.values()])
 
 
-def check_steps_apart(optimizer: torch.optim.Optimizer, *, of_replicas: bool = False) -> None:
-    """Raises `PenstockError` if small parameters have other numbers where `optimizer` steps them in halves, or where
-    two like it do, as those `of_replicas`.
+def check_steps_apart(
+    optimizer: torch.optim.Optimizer, *, of_replicas: bool = False
+) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """The parameters of `optimizer` and the types of the states as large as each that it will have; not `of_replicas`.
+
+    Raises `PenstockError` if small parameters have other numbers where it steps them in halves, or where two like it
+    do, as those `of_replicas`.
     """
+    small, states = list[Tensor](), list[Mapping[str, Any]]()
     found = "hooks on its steps" if step_hooks(optimizer) and not of_replicas else ""
     if not of_replicas and any(
         is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]
     ):
         found = "DTensors of a GPU, which cannot be put together on the host"
     try:
-        apart = _small_steps(optimizer, 2, of_replicas) if not found else []
-        if not found and not all(map(torch.equal, _small_steps(optimizer, 1, of_replicas), apart)):
+        if not found:
+            small, states = _small_steps(optimizer, 1, of_replicas)
+        if not all(map(torch.equal, small, _small_steps(optimizer, 2, of_replicas)[0] if small else ())):
             found = "other numbers where small ones are stepped in halves: it counts its steps, or sums over all"
     except Exception as error:
         found = f"a failure where small ones are stepped: {type(error).__name__}: {error}"
@@ -240,10 +257,21 @@ def check_steps_apart(optimizer: torch.optim.Optimizer, *, of_replicas: bool = F
             f"{option}: expected an optimizer that steps each parameter by itself, since {reason}, found "
             f"{type(optimizer).__qualname__} with {found}. Use another one, or leave {option} out"
         )
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"] if not of_replicas]
+    return [
+        (parameter, value.dtype)
+        for parameter, made, state in zip(own, small, states, strict=not of_replicas)
+        for value in state.values()
+        if isinstance(value, Tensor) and value.shape == made.shape and local_shard(parameter).numel() > 1
+    ]
 
 
-def _small_steps(optimizer: torch.optim.Optimizer, parts: int, of_replicas: bool = False) -> list[Tensor]:
-    """Small parameters in the place of those of `optimizer`, after some steps in `parts`, or `of_replicas`."""
+def _small_steps(
+    optimizer: torch.optim.Optimizer, parts: int, of_replicas: bool = False
+) -> tuple[list[Tensor], list[Mapping[str, Any]]]:
+    """Small parameters in the place of those of `optimizer`, after some steps in `parts`, or `of_replicas`, and the
+    state of each.
+    """
     groups: list[dict[str, Any]] = [{**options, "params": []} for options in options_of(optimizer)]
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         shards = map(local_shard, group["params"])
@@ -253,6 +281,7 @@ def _small_steps(optimizer: torch.optim.Optimizer, parts: int, of_replicas: bool
     small: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
     homes = {id(parameter): place * parts // len(small) for place, parameter in enumerate(small)}
     takes, defaults = inspect.signature(type(optimizer)).parameters, optimizer.defaults
+    states: dict[Tensor, Mapping[str, Any]] = {}
     replicas, parts = (parts, 1) if of_replicas else (1, parts)
     for replica in range(replicas):
         chosen = [[p for p in own["params"] if replicas == 1 or homes[id(p)] == replica] for own in groups]
@@ -269,4 +298,5 @@ def _small_steps(optimizer: torch.optim.Optimizer, parts: int, of_replicas: bool
                         present = parts == 1 or homes[id(parameter)] == part
                         parameter.grad = torch.full_like(parameter, step + place) if present else None
                     made.step()
-    return [parameter.detach() for parameter in small]
+        states.update(made.state)
+    return [parameter.detach() for parameter in small], [states.get(parameter, {}) for parameter in small]

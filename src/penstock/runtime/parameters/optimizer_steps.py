@@ -70,7 +70,7 @@ class Updater:
         self.read_rates()
         if host is not None:
             for optimizer in self.optimizers:
-                check_steps_apart(optimizer)
+                host.reserve(check_steps_apart(optimizer))
                 host.put_away(optimizer.state)
 
     def update(
