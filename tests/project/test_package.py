@@ -1,5 +1,7 @@
 """What a built wheel contains, and that the files around the code agree with `pyproject.toml`."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -24,14 +26,36 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel."""
+    """A folder with what a release has."""
     pytest.importorskip("hatchling", reason="the extra `test` brings it")
     folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    release = [sys.executable, str(ROOT / "scripts" / "release"), "--dry-run", "--directory", str(folder)]
+    done = subprocess.run(release, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_a_release_says_what_it_has(dist: Path) -> None:
+    sums = [line.split("  ") for line in (dist / "SHA256SUMS").read_text().splitlines()]
+    made = json.loads((dist / "provenance.json").read_text())
+
+    assert {name for _, name in sums} == {path.name for path in [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]}
+    assert len(sums) == 2
+    for digest, name in sums:
+        assert digest == hashlib.sha256((dist / name).read_bytes()).hexdigest()
+        assert {"name": name, "digest": {"sha256": digest}} in made["subject"]
+    assert "\n## [" not in (dist / "CHANGES.md").read_text()
+    assert len((dist / "CHANGES.md").read_text()) > 100
+
+
+def test_the_container_has_what_the_package_needs() -> None:
+    lines = (ROOT / "packaging" / "Containerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+
+    assert len(lines) <= 25
+    assert copied >= {"pyproject.toml", "src", PROJECT["readme"], *PROJECT["license-files"], "constraints.txt"}
+    assert all((ROOT / name).exists() for name in copied)
 
 
 @pytest.fixture(scope="module")

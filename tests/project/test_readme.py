@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from support.fork_server import ForkServer
@@ -46,7 +47,7 @@ def test_the_quickstart_draws_its_schedule_and_learns(fork_server: ForkServer, t
 
 def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks("python")
+    block, _ = blocks("python")
     x, y = torch.randn(8, 6), torch.arange(8) % 6
     optimizer = partial(torch.optim.SGD, lr=0.1)
     options = {"sample": (x[:2],), "loss_fn": torch.nn.functional.cross_entropy, "optimizer": optimizer}
@@ -67,6 +68,19 @@ def test_saving_and_evaluating_works_as_shown(tmp_path: Path, monkeypatch: pytes
     assert list(Path("weights").glob("*.safetensors"))
     assert "pipe.gather_model()" in block
     assert len(block.splitlines()) == 7
+
+
+def test_a_model_of_hugging_face_trains_and_is_saved_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    ids = torch.arange(32).view(4, 8)
+    names: dict[str, Any] = {"model": GPT2LMHeadModel(config), "batch": {"input_ids": ids, "labels": ids}}
+    exec(blocks("python")[1], {**names, "penstock": penstock, "torch": torch})
+
+    saved = GPT2LMHeadModel.from_pretrained("trained").state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in names["model"].state_dict().items())
+    assert len(blocks("python")[1].splitlines()) == 4
 
 
 def test_training_loop_changes_in_six_lines() -> None:
@@ -90,7 +104,7 @@ def test_both_sides_of_the_diff_train() -> None:
         program = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(side))
         torch.manual_seed(0)
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        names = {"model": torch.nn.Sequential(torch.nn.Linear(4, 3)), "tokens": x[:1], "loader": [(x, y)] * 2}
+        names = {"model": torch.nn.Sequential(torch.nn.Linear(4, 3)), "loader": [(x, y)] * 2}
         exec(program, {**names, "print": lambda loss: None})
 
 
