@@ -340,7 +340,16 @@ def _shares(folder: Path, arguments: argparse.Namespace, report: Callable[..., N
     executor.send_signal(signal.SIGINT)
     executor.wait()
     cluster.shutdown()
-    state = RunState.load(folder / "run" / "state.json", list(speeds))
+    return _compare_shares(fleet, RunState.load(folder / "run" / "state.json", list(speeds)), arguments, report)
+
+
+def _compare_shares(
+    fleet: FleetFile, state: RunState, arguments: argparse.Namespace, report: Callable[..., None]
+) -> str | None:
+    """Compares the shares of a run with those of a simulation in which a start takes as long. What is wrong, if any."""
+    names, kinds = list(state.jobs), [kind.name for kind in fleet.kinds]
+    seconds = arguments.shares * arguments.round_seconds
+    start = statistics.mean(lease.begun - lease.start for lease in state.leases if lease.begun is not None)
     began = min(lease.start for lease in state.leases)
     held = [Held(each.job, each.kind, each.workers, each.start - began, each.stop - began) for each in state.leases]
     simulated = simulate_fleet(
@@ -348,15 +357,19 @@ def _shares(folder: Path, arguments: argparse.Namespace, report: Callable[..., N
         fleet.kinds,
         POLICIES[arguments.policy],
         round_seconds=arguments.round_seconds,
+        restart_seconds=start,
         record=True,
     )
     rows, worst = [("job", "kind", "simulated", "measured")], 0.0
-    for name in speeds:
+    for name in names:
         for kind in kinds:
             parts = [_part(each, name, kind, seconds) for each in (simulated.held, held)]
             worst = max(worst, abs(parts[0] - parts[1]))
             rows.append((name, kind, *(f"{part:.3f}" for part in parts)))
-    report(f"shares of {arguments.shares} rounds on two nodes of Ray; {len(held)} leases; load {_load()}")
+    report(
+        f"shares of {arguments.shares} rounds on two nodes of Ray; {len(held)} leases; a start takes {start:.1f} s; "
+        f"load {_load()}"
+    )
     report(*table_lines(rows, left={0, 1}))
     report(f"the greatest difference: {worst:.3f} of the time")
     return "expected shares within 0.02 of the simulation" if worst > 0.02 else None
