@@ -108,6 +108,28 @@ def test_a_step_of_replicas_reads_nothing(gpu: FakeGpu, schedule: str, routing: 
     train(gpu, pipeline(plan=plan, microbatches=None))
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
+def test_streamed_stages_read_nothing(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any]
+) -> None:
+    """Weights are at home on the CPU between steps. Updates wait for copies."""
+    # What has no values on the device has none at home.
+    monkeypatch.setattr(gpu, "host_memory", lambda layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
+    stages = tuple(Stage(start, start + 2, (start // 2 % 2,)) for start in range(0, 8, 2))
+    plan = Plan(stages, "breadth-first", MICROBATCHES, microbatch_size=2, recompute=True, streamed=True)
+    with gpu.counting():
+        # Small parameters are stepped, and compared.
+        pipe = pipeline(plan=plan, microbatches=None, **options)
+    assert {parameter.device.type for parameter in pipe.parameters()} == {"cpu"}
+    with gpu.counting() as waits:
+        for _ in range(3):
+            pipe.step(*batch())
+        pipe.evaluate(*batch())
+        pipe.predict(batch()[0])
+    assert not [wait for wait in waits if "reads" in wait]
+    pipe.close()
+
+
 def loss_of_two(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return F.mse_loss(output, target), {"largest": output.detach().max()}
 

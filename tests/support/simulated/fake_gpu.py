@@ -37,6 +37,7 @@ from penstock.runtime.assembly.scheduled_plans import ScheduledPlan
 from penstock.runtime.checkpoints import own_states
 from penstock.runtime.devices.accelerators import ACCELERATORS, Layout
 from penstock.runtime.devices.communicators import Communicator, Members
+from penstock.runtime.parameters import residence
 from penstock.runtime.transport.tensor_parallel_transport import stage_mesh
 from penstock.runtime.transport.worlds import SingleProcess, World
 from penstock.torch_internals import subclasses, unimported
@@ -56,6 +57,7 @@ _MODE = FakeTensorMode(allow_non_fake_inputs=True)
 """One for all: what is made once in a process and kept belongs to it."""
 
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _READS = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__})
 
 
@@ -122,6 +124,13 @@ class FakeGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func == _SET_DATA and args[0].device != args[1].device:
+            # PyTorch exchanges the memory of a CPU with that of the devices that it has itself.
+            args[0].fake_device = args[1].device
+            return None
+        if func is torch.equal and self._waits is not None and isinstance(args[0], FakeTensor):
+            self.refuse("equal reads")
+            return True
         if func in _READS and self.counts(args[0]):
             return self.read(args[0], func)
         if func is Tensor.numpy and hasattr(args[0], "written"):
@@ -244,6 +253,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(FakeTensor, "tolist", tolist)
     monkeypatch.setattr(torch, "from_numpy", from_numpy)
     monkeypatch.setattr(own_states, "keep_copy", keep_copy)
+    monkeypatch.setattr(residence, "PLAIN", (*unimported.PLAIN, FakeTensor))
     monkeypatch.setattr(subclasses, "PLAIN", (*unimported.PLAIN, FakeTensor))
     monkeypatch.setattr(penstock.pipeline, "capture_for_training", capture)
     monkeypatch.setitem(ACCELERATORS, DEVICE.type, lambda device: gpu)  # type: ignore[misc, arg-type, return-value]
