@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs"), str(ROOT / "benchmarks")]
 import error_index  # noqa: E402
 import notebooks  # noqa: E402
+import site_search  # noqa: E402
 
 import recipes  # noqa: E402
 from penstock import cli  # noqa: E402
@@ -42,7 +43,9 @@ maximum_signature_line_length = 80
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 
-html_static_path = html_css_files = ["site.css"]
+html_css_files = ["site.css"]
+html_static_path = ["site.css", "search.js"]
+templates_path = ["."]
 html_theme = "furo"
 html_title = "Penstock"
 html_copy_source = False
@@ -109,6 +112,22 @@ def add_recipes(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n" + recipes.page()
 
 
+READ: dict[str, str] = {}
+"""By name, the pages as they were read in this build."""
+
+
+def note_page(app: Sphinx, name: str, source: list[str]) -> None:
+    READ[name] = source[0]
+
+
+def add_sections(app: Sphinx, error: Exception | None) -> None:
+    """Writes what the search reads. Pages that this build did not read have what GitHub shows."""
+    if app.builder.name != "html" or error is not None:
+        return
+    script = site_search.script({**site_search.pages(ROOT), **READ})
+    (Path(app.outdir) / "_static" / "sections.js").write_text(script, encoding="utf-8")
+
+
 def read_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Makes links of the pages that a docstring names, and parameters of its lines ``name: what it is``."""
     try:
@@ -156,6 +175,8 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_helps)
     app.connect("source-read", add_notebooks)
     app.connect("source-read", add_recipes)
+    app.connect("source-read", note_page)
     app.connect("autodoc-process-docstring", read_docstring)
     app.connect("build-finished", add_front_door)
     app.connect("build-finished", refuse_other_hosts)
+    app.connect("build-finished", add_sections)

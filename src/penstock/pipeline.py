@@ -515,7 +515,8 @@ class Pipeline:
     def timeline(self, minibatches: int = 1) -> Timeline:
         """What every rank did in the last `minibatches` steps (at most 8), as measured. Collective."""
         self._guarded.check_open()
-        return self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
+        measured = self._engine.timeline(self._world, self.plan.tensor_parallel, minibatches)
+        return replace(measured, title=f"{type(self._options.model.model).__name__}, {measured.title}")
 
     def stats(
         self,

@@ -399,13 +399,14 @@ def test_plan_needs_one_cluster(here, capsys):
 
 def test_simulate_says_what_the_function_says_and_writes_the_files(here, capsys):
     argv = ["simulate", "plan.yaml", "profile.json", "cluster.yaml", "--minibatches", "2"]
-    out = printed(capsys, *argv, "--trace", "trace.json", "--svg", "timeline.svg")
+    out = printed(capsys, *argv, "--trace", "trace.json", "--svg", "timeline.svg", "--html", "timeline.html")
     plan, profile, cluster = Plan.load("plan.yaml"), Profile.load("profile.json"), Cluster.load("cluster.yaml")
     timeline = penstock.simulate(plan, profile, cluster, minibatches=2)
 
     assert out.startswith(penstock.render(timeline))
     assert f"{timeline.bubble:.1%} of wall time" in out
-    assert out.endswith("wrote trace.json\nwrote timeline.svg\n")
+    assert out.endswith("wrote trace.json\nwrote timeline.svg\nwrote timeline.html\n")
+    assert "<h1>four, 1f1b-flush, predicted</h1>" in Path("timeline.html").read_text()
     assert json.loads(Path("trace.json").read_text())
     assert Path("timeline.svg").read_text().startswith("<svg")
     machine = json.loads(printed(capsys, *argv, "--json"))

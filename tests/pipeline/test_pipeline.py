@@ -225,11 +225,14 @@ def look_back(minibatches: int) -> tuple[Timeline, tuple[tuple[Action, ...], ...
 
 
 def test_the_timeline_holds_what_was_run_in_every_process(pool: Pool) -> None:
+    number = len(SUBJECT.batches)
     for timeline, programs in (look_back(1), *pool.run(3, look_back, 1)):
         for rank, program in enumerate(programs):
             assert [span.action for span in timeline.spans if span.rank == rank] == [str(action) for action in program]
         assert 0 <= timeline.bubble < 1
+        assert timeline.title == f"{type(SUBJECT.build()).__name__}, 1f1b-flush, steps {number} to {number}"
     timeline, programs = look_back(3)
+    assert timeline.title.endswith(f", steps {number - 2} to {number}")
     assert len(timeline.spans) == 3 * sum(map(len, programs))
 
 

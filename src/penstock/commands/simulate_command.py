@@ -93,7 +93,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.svg:
         timeline.save_svg(arguments.svg, critical=critical)
     if arguments.html:
-        timeline.save_html(arguments.html, critical=critical, notes=[str(losses)])
+        title = f"{profile.name or arguments.profile}, {plan.schedule}, predicted"
+        timeline.save_html(arguments.html, critical=critical, title=title, notes=[str(losses)])
     if arguments.json:
         busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}

@@ -6,7 +6,7 @@ defined only here.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.arguments import check_fields, entries, instance, integer
@@ -35,6 +35,8 @@ class Timeline:
     ranks: int
     memory: tuple[RankMemory, ...] = ()
     """The memory of every rank over time; empty if unknown."""
+    title: str = field(default="Timeline", compare=False)
+    """What it is of, for the headline of its page."""
 
     def __post_init__(self) -> None:
         check_fields(self, {"ranks": integer(1).but("pass the number of ranks")}, ScheduleError, " in a timeline")
@@ -135,15 +137,16 @@ class Timeline:
         *,
         measured: "Timeline | None" = None,
         critical: Sequence[Span] = (),
-        title: str = "Timeline",
+        title: str | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         """Writes a self-contained HTML page to zoom and pan, with a tooltip for every span.
 
-        `measured` and `critical` as in `save_svg`; `title` is the page's headline, such as the plan in a few words,
-        and `notes` are lines below it.
+        `measured` and `critical` as in `save_svg`; `title` is the page's headline in place of the timeline's own, and
+        `notes` are lines below it.
         """
-        write_text(path, timeline_page(self._panels(measured, critical), title, notes), ScheduleError)
+        page = timeline_page(self._panels(measured, critical), title or self.title, notes)
+        write_text(path, page, ScheduleError)
 
     def _panels(self, measured: "Timeline | None", critical: Sequence[Span]) -> tuple[Panel, ...]:
         if measured is None:

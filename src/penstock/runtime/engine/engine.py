@@ -306,7 +306,8 @@ class Engine:
         gathered = [timing for timings in world.gather(timed, "for Pipeline.timeline") for timing in timings]
         zero = min((start for _, _, start, _ in gathered), default=0.0)
         spans = (Span(rank, action, start - zero, stop - zero) for rank, action, start, stop in gathered)
-        return Timeline(tuple(spans), self._schedule.ranks)
+        title = f"{self._schedule.name}, steps {max(0, self.steps - minibatches) + 1} to {self.steps}"
+        return Timeline(tuple(spans), self._schedule.ranks, title=title)
 
     def speed(self) -> Speed | None:
         """How fast the last steps of this process were, of those that have ended; None if none has. Does not wait."""
