@@ -130,6 +130,8 @@ def test_nodes_die_and_come_and_are_slow(cluster: Any, tmp_path: Path) -> None:
 
 def test_an_executor_and_a_head_die(tmp_path: Path) -> None:
     write_fleet(tmp_path, plain("a", 400))
+    # A kind that Ray counts itself.
+    (tmp_path / "fleet.yaml").write_text((tmp_path / "fleet.yaml").read_text().replace("big", "GPU"))
     first = start_cluster()
     begun, lines = tmp_path / "run" / "a" / "begun", tmp_path / "lines.txt"
     try:

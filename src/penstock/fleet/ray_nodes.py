@@ -1,8 +1,8 @@
 """A fleet on Ray: a placement group for each lease, and in it an actor on each node, which starts the ranks there.
 
 Ray knows which nodes are there, reserves their devices, starts actors, and finds nodes that die. A node has as many
-workers of a kind as it has of the resource of that name: ``ray start --resources '{"V100": 8}'``. Groups and actors
-outlive the executor; ranks die with their actor, and an actor with its node.
+workers of a kind as it has of the resource of that name: ``ray start --resources '{"V100": 8}'``, or CPU or GPU, which
+Ray counts itself. Groups and actors outlive the executor; ranks die with their actor, and an actor with its node.
 """
 
 import importlib
@@ -71,9 +71,9 @@ class RayNodes:
                 name=f"{launch.lease}/{part.number}",
                 namespace=_NAMESPACE,
                 lifetime="detached",
-                num_cpus=0,
+                num_cpus=part.workers if launch.devices == "CPU" else 0,
                 num_gpus=_gpus(launch.devices, part, nodes),
-                resources={launch.devices: part.workers},
+                resources={} if launch.devices in ("CPU", "GPU") else {launch.devices: part.workers},
                 max_concurrency=8,
                 scheduling_strategy=strategy(group, part.number),
             )
@@ -138,5 +138,7 @@ class _RayLease:
 
 def _gpus(devices: str, part: Part, nodes: Mapping[str, Mapping[str, Any]]) -> float:
     """The GPUs of a node that these workers of it are."""
+    if devices == "CPU":
+        return 0.0
     has = nodes.get(part.node, {}).get("Resources", {})
     return float(has.get("GPU", 0) / has.get(devices, 1) * part.workers)
