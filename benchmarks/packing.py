@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from measurement.launches import launch_and_read
+from measurement.launches import alone, launch_and_read
 from measurement.reports import Report, conditions, option_parser, table
 
-WIDTH, HEADS, BLOCKS, MOST = 96, 4, 6, 2048
-FUNCTIONS, MICROBATCHES = 48, 8
+WIDTH, HEADS, BLOCKS, MOST = 64, 2, 4, 2048
+FUNCTIONS, MICROBATCHES = 32, 8
 """Of a step."""
-PROFILED = (128, 512, 2048)
+PROFILED = (256, 1024, 2048)
 """Tokens of the functions that a profile is measured with."""
 WAYS = ("padded", "packed by tokens", "packed by seconds")
 
@@ -93,15 +93,16 @@ def read_functions() -> list[bytes]:
 def measure(options: argparse.Namespace) -> dict[str, object]:
     """The seconds and the tokens of every step by each way, those that pad included."""
     torch.set_num_threads(1)
-    functions, draws = read_functions(), random.Random(0)
-    torch.manual_seed(0)
-    profiles = profile()
+    dist.init_process_group("gloo")
+    functions, draws = alone(read_functions), random.Random(0)
+    profiles = alone(profile)
     texts = [draws.sample(functions, FUNCTIONS) for _ in range(options.steps + 1)]
     first = [torch.tensor(list(text)) for text in texts[0]]
     sample, _ = next(microbatches(first, WAYS[1], profiles))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     tokens: dict[str, int] = dict.fromkeys(WAYS, 0)
     arguments = {"loss_fn": loss_of, "optimizer": torch.optim.AdamW, "loss_weight": count, "stages": 2, "check": "off"}
+    torch.manual_seed(0)
     with penstock.Pipeline(Model(), sample, microbatches=MICROBATCHES, schedule="1f1b-flush", **arguments) as pipe:
         for number, chosen in enumerate(texts):
             sequences = [torch.tensor(list(text)) for text in chosen]
@@ -123,15 +124,13 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def profile() -> dict[int, penstock.Profile]:
-    """Of a single function of each length, measured by rank 0."""
-    found: list[object] = [None]
-    if dist.get_rank() == 0:
-        found = [{}]
-        for length in PROFILED:
-            sequence = torch.randint(256, (1, length)), torch.arange(length)[None]
-            found[0][length] = penstock.profile(Model(), sequence, iterations=5, progress=False)  # type: ignore[index]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]  # type: ignore[return-value]
+    """Of a single function of each length."""
+    return {
+        length: penstock.profile(
+            Model(), (torch.randint(256, (1, length)), torch.arange(length)[None]), iterations=3, progress=False
+        )
+        for length in PROFILED
+    }
 
 
 def microbatches(
@@ -159,7 +158,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="of each way, after one that is not counted")
     options = parser.parse_args()
     if options.worker is not None:
-        dist.init_process_group("gloo")
         found = measure(options)
         if dist.get_rank() == 0:
             options.worker.write_text(json.dumps(found))

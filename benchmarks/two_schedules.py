@@ -4,9 +4,15 @@
 
 Both schedules train the same GPT on the same minibatch, in turn. Of the steps of each that with the median length is
 drawn. It takes half a minute. The picture has light and dark colors, by the setting of the reader.
+
+    python benchmarks/two_schedules.py --compile --size small > benchmarks/results/compiled-halves.txt
+
+prints the median seconds of a step instead, of both schedules as they are and compiled by Inductor: whole stages under
+the first one, and each layer under the second one, which splits backwards.
 """
 
 import argparse
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +22,7 @@ from torch import Tensor
 import penstock
 from contenders.jobs import JOBS, MICROBATCH_SIZE, Job, sgd
 from measurement.launches import launch
+from measurement.reports import conditions
 from penstock.timelines.drawings import timeline_svg
 
 SCHEDULES = {"1f1b-flush": 1, "zb-v": 2}
@@ -28,25 +35,39 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path("two-schedules.svg"), help="the picture")
     parser.add_argument("--size", choices=JOBS, default="big", help="of the model")
     parser.add_argument("--steps", type=int, default=21, help="steps to take the median of")
+    parser.add_argument("--compile", action="store_true", help="print seconds, also of compiled stages, instead")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        timelines = measure(options.size, options.steps)
-        if torch.distributed.get_rank() == 0:
+        timelines = measure(options.size, options.steps, (False, True) if options.compile else (False,))
+        if torch.distributed.get_rank() > 0:
+            return
+        if options.compile:
+            for name, timeline in timelines.items():
+                print(f"{name:<20} {timeline.seconds * 1e3:8.1f} ms")
+        else:
             options.save.write_text(draw(timelines), encoding="utf-8")
         return
     given = ["--save", str(options.save.resolve()), "--size", options.size, "--steps", str(options.steps), "--worker"]
+    if options.compile:
+        print(conditions("benchmarks/two_schedules.py"), flush=True)
+        launch(__file__, PROCESSES, [*given, "--compile"])
+        return
     launch(__file__, PROCESSES, given)
     print(f"wrote {options.save}")
 
 
-def measure(size: str, steps: int) -> dict[str, penstock.Timeline]:
+def measure(size: str, steps: int, compiled: Sequence[bool] = (False,)) -> dict[str, penstock.Timeline]:
     """The step of median length under each schedule; they take turns. Every process calls it."""
     job = JOBS[size]
     inputs, target = job.batch(MICROBATCHES)
-    measured: dict[str, list[penstock.Timeline]] = {name: [] for name in SCHEDULES}
     with ExitStack() as opened:
-        pipes = {name: opened.enter_context(build(job, name, inputs)) for name in SCHEDULES}
+        pipes = {
+            name + ", compiled" * on: opened.enter_context(build(job, name, inputs, on))
+            for name in SCHEDULES
+            for on in compiled
+        }
+        measured: dict[str, list[penstock.Timeline]] = {name: [] for name in pipes}
         for _ in range(WARM_UP + steps):
             for name, pipe in pipes.items():
                 pipe.step(inputs, target)
@@ -57,7 +78,7 @@ def measure(size: str, steps: int) -> dict[str, penstock.Timeline]:
     }
 
 
-def build(job: Job, schedule: str, inputs: Tensor) -> penstock.Pipeline:
+def build(job: Job, schedule: str, inputs: Tensor, compiled: bool = False) -> penstock.Pipeline:
     return penstock.Pipeline(
         job.build(),
         sample=(inputs[:MICROBATCH_SIZE],),
@@ -66,6 +87,7 @@ def build(job: Job, schedule: str, inputs: Tensor) -> penstock.Pipeline:
         schedule=schedule,
         microbatches=MICROBATCHES,
         stages=PROCESSES * SCHEDULES[schedule],
+        compile=compiled,
     )
 
 

@@ -6,8 +6,9 @@ which action comes next, and with which version of the weights, is in the progra
 Laws of this file:
   1. One action, one method. The order of actions is the program's, never the worker's. Only the optimizers' steps of
      updates that no action of the step reads are made together, in the last `Update` of the process.
-  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`; in an `Update` only where an option needs what
-     is on its way between device and host: a loss scaler, state on the host, a snapshot.
+  2. It blocks in `Receive`, `ReceiveTied`, `ReceiveNorms` and `Reduce`; in an `Update` where replicas share the
+     optimizer's state, and where an option needs what is on its way between device and host: a loss scaler, state on
+     the host, a snapshot.
 """
 
 from collections import deque
