@@ -31,7 +31,7 @@ def enough(schedule: Schedule) -> int:
     return 4 + 3 * (max(schedule.guarantees.delays) + 1) * schedule.microbatches_per_update // schedule.microbatches
 
 
-@settings(max_examples=450)
+@settings(max_examples=150)
 @given(st.one_of(schedules(6, 10), replicated_schedules(4, 3, 10), waiting_schedules(5, 8)))
 def test_the_delay_is_what_the_programs_show(schedule: Schedule) -> None:
     """That of replicas is the delay of their rounds; updates that wait are no later in numbers."""

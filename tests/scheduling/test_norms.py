@@ -83,13 +83,13 @@ def test_every_replica_receives_once_from_the_one_beside_it(method: str) -> None
     verify(made)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(replicated_schedules(4, 3, 8).filter(synchronizes), st.integers(1, 4))
 def test_every_schedule_of_replicas_verifies_with_norms(schedule: Schedule, minibatches: int) -> None:
     verify(replace(schedule, norms=True), minibatches)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), schedules(4, 6).filter(synchronizes))
 def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
     """Whatever computations take: in every step each forward and backward starts when it does without norms."""
@@ -112,7 +112,7 @@ def test_norms_add_no_stall(data: st.DataObject, schedule: Schedule) -> None:
     assert starts(made) == starts(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(2, 4), st.integers(2, 3))
 def test_norms_of_parallel_pipelines_add_no_stall(data: st.DataObject, stages: int, replicas: int) -> None:
     ranks = stages * replicas

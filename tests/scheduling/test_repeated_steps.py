@@ -26,7 +26,7 @@ def continued(schedule: Schedule) -> Schedule:
         return schedule
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(drawn, st.booleans(), st.booleans(), st.integers(0, 2))
 def test_the_rows_are_those_of_the_schedule(schedule: Schedule, continues: bool, recomputes: bool, places: int) -> None:
     schedule = continued(schedule) if continues else schedule

@@ -87,7 +87,7 @@ def _distinct_rows(made: Schedule, minibatches: int):
     return [row for rank, row in enumerate(programs) if rank not in copies]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(replicated_schedules(4, 3, 9), st.integers(1, 4))
 def test_every_microbatch_is_summed_once_at_one_version(made: Schedule, minibatches: int) -> None:
     """By a count that shares nothing with the verifier: what reaches each update, over all replicas."""
@@ -134,7 +134,7 @@ def test_split_replicas_keep_their_word() -> None:
         verify_programs(tuple(map(tuple, programs)), made, 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(replicated_schedules(3, 3, 6), st.data())
 def test_no_reduction_or_route_can_be_dropped_or_moved(made: Schedule, data: st.DataObject) -> None:
     programs = made.program(2)

@@ -73,7 +73,7 @@ alone = st.one_of(schedules(5, 6), replicated_schedules(5, 3, 8), waiting_schedu
 
 
 @given(alone.filter(lambda made: made.stages_per_rank == 1), st.data())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_skips_of_stages_on_ranks_of_their_own_keep_every_law(made: Schedule, data) -> None:
     hops = all_hops(made)
     skips = data.draw(st.lists(st.sampled_from(hops), unique=True)) if hops else []
@@ -86,7 +86,7 @@ def test_any_skips_of_stages_on_ranks_of_their_own_keep_every_law(made: Schedule
 
 
 @given(st.one_of(replicated_schedules(4, 3, 6), waiting_schedules(4, 5)), st.data())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_a_skip_is_taken_if_the_laws_allow(made: Schedule, data) -> None:
     """What is chosen keeps every law, and each skip that is left out breaks one beside those that are taken.
 

@@ -48,7 +48,7 @@ def test_stages_of_one_rank_need_no_message() -> None:
     verify(together)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_every_tie_of_equally_replicated_stages_verifies(data: st.DataObject) -> None:
     stages, replicas, split = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3)), data.draw(st.booleans())
@@ -108,7 +108,7 @@ def test_stages_that_share_nothing_stay_as_they_are() -> None:
     assert (bare.guarantees.pending_updates, DELAYED.guarantees.pending_updates) == ((1, 1, 1, 1), (2, 1, 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_waiting_for_tied_gradients_adds_no_stall(data: st.DataObject) -> None:
     """Whatever forwards and backwards take: every one of them starts when it does without ties."""

@@ -81,7 +81,7 @@ def test_measured_times_need_not_touch() -> None:
     assert critical_path(Timeline(spans, 2)) == spans
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(), st.booleans())
 def test_path_is_a_chain_of_causes_over_the_whole_time(problem: tuple, overlap: bool) -> None:
     """From 0 to the end; each span ends when its successor starts, or while that one waits for it."""

@@ -59,7 +59,7 @@ def test_imbalance_and_an_all_reduce() -> None:
     assert shown.parts == pytest.approx(hidden.parts | {"all_reduce": 3})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_the_parts_add_up_to_the_minibatch(problem: tuple) -> None:
     _, plan, profile, cluster, _ = problem

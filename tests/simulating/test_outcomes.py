@@ -22,7 +22,7 @@ def make_profile(*layers: tuple[float, float, float, float, float]) -> Profile:
     return Profile(tuple(LayerProfile("", *layer) for layer in layers), 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(), st.booleans())
 def test_says_what_the_timeline_says(problem: tuple, overlap: bool) -> None:
     played, plan, profile, cluster, _ = problem

@@ -69,7 +69,7 @@ def test_factors_must_make_sense() -> None:
         simulate(split, profile, cluster, slowdowns=(1.0, 2.0))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=4, max_size=4),

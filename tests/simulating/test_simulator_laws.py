@@ -56,7 +56,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.booleans())
 def test_replicas_that_are_not_played_do_what_they_would_do(
     problem: tuple[Plan, Profile, Cluster], minibatches: int, overlap: bool
@@ -117,7 +117,7 @@ def test_asynchronous_steady_state_is_the_work_of_a_rank(method: str, replicas: 
     assert outcome.bubble == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["gpipe", "1f1b-flush", "pipedream", "spp"]),
     st.permutations(range(6)),

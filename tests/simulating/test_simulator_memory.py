@@ -41,7 +41,7 @@ def most(course: tuple[tuple[float, float], ...]) -> float:
     return max((size for _, size in course), default=0.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schedules(most_ranks=5, most_microbatches=12))
 def test_most_activations_are_those_that_the_schedule_promises(schedule: Schedule) -> None:
     """Saved bytes of 1 for each stage: the peak of a rank is what its stages have in flight at once."""
@@ -155,7 +155,7 @@ def test_replicas_share_microbatches_whole_or_in_parts(replicas: int, split: boo
     assert [memory.weight_bytes for memory in timeline.memory] == [5] * 4
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), *[st.lists(st.integers(0, 9).map(float), min_size=16, max_size=16)] * 2)
 def test_equals_a_recount_at_every_moment(problem: tuple, saved: list[float], extra: list[float]) -> None:
     """At the middle of every stretch between two moments, count from the spans what is held then."""

@@ -236,7 +236,7 @@ def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, in
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(busy_problems(), st.tuples(*[st.booleans()] * 3), st.sampled_from([1.0, 0.5]))
 def test_equals_the_fixed_point(
     problem: tuple[Schedule, Plan, Profile, Cluster, int],

@@ -113,7 +113,7 @@ def test_messages_past_stages_are_held_until_they_are_used() -> None:
 
 
 @given(schedules(5, 4), st.integers(10**5, 10**8), st.floats(0, 1e-2), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_no_schedule_gets_slower_or_larger(made: Schedule, size: int, latency: float, overlap: bool) -> None:
     if made.stages < 3 or made.stages_per_rank > 1:
         return

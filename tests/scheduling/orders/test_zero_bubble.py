@@ -97,6 +97,7 @@ def h2(ranks: int, microbatches: int) -> ScheduleDefinition:
     return define_by_programs("zb-h2", "\n".join(rows))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("row", PRINTED, ids=str)
 def test_printed_bubbles(row: tuple[float, ...]) -> None:
     """As the authors count: parts of a backward take no longer than a whole one, and of H2 the longest rank counts."""
@@ -120,7 +121,7 @@ seconds = st.integers(1, 6)
 sizes = st.integers(1, 6), st.integers(1, 14)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(*sizes, seconds, seconds, seconds, st.integers(1, 3))
 def test_time_of_zb_h1(p: int, m: int, forward: int, inputs: int, weight: int, steps: int) -> None:
     """Table 1 of the paper: (p - 1)(F + I - W) of the bubble are left. Longer weight parts take no more of it than all
@@ -136,6 +137,7 @@ def test_time_of_zb_h1(p: int, m: int, forward: int, inputs: int, weight: int, s
     assert seconds <= play(Schedule("1f1b-flush", p, m), steps, forward, inputs, weight)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_time_and_memory_of_v_half_and_v_min(p: int) -> None:
     """With equal parts, for k stages' microbatches in flight on a rank: what the program of the authors of [V 2024]
@@ -151,7 +153,7 @@ def test_time_and_memory_of_v_half_and_v_min(p: int) -> None:
             assert p < 3 or play(made) == 6 * m + best + more
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(*sizes, st.integers(1, 3))
 def test_time_of_zb_v(p: int, m: int, steps: int) -> None:
     """Equal parts: in a full pipe a step takes its work alone, and the ranks start and end p - 1 forwards apart."""
@@ -164,7 +166,7 @@ def test_time_of_zb_v(p: int, m: int, steps: int) -> None:
     assert seconds <= play(zero_bubble("zb-h1", p, m), steps, 2, 2, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["zb-h1", "zb-v"]), *sizes)
 def test_a_weight_part_only_follows_what_waits_for_nothing(method: str, p: int, m: int) -> None:
     """Every stage has whole backwards or pairs of parts of all its microbatches, each before the update."""
@@ -182,7 +184,7 @@ def test_a_weight_part_only_follows_what_waits_for_nothing(method: str, p: int, 
             assert isinstance(own[-1], Update)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(*sizes, st.booleans(), st.integers(1, 3))
 def test_receives_of_zb_v_only_move_ahead(p: int, m: int, norms: bool, replicas: int) -> None:
     """Against the receives as lowering puts them, each directly before what uses it."""

@@ -78,7 +78,7 @@ def many(ranks: int, microbatches: int) -> st.SearchStrategy[Schedule]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(many(4, 24), st.integers(1, 3))
 def test_every_schedule_is_proved(schedule: Schedule, minibatches: int) -> None:
     assert verify(schedule, minibatches) == count(schedule, minibatches)

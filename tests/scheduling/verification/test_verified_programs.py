@@ -146,7 +146,7 @@ def promised_weights(schedule: Schedule, minibatches: int) -> list[object]:
     return [versions[-1] for versions in weights]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.one_of(schedules(6, 12), waiting_schedules(5, 8)), st.integers(1, 4))
 def test_programs_come_to_the_promised_weights(schedule: Schedule, minibatches: int) -> None:
     assert interpret(schedule.program(minibatches), schedule) == promised_weights(schedule, minibatches)
@@ -170,7 +170,7 @@ def mutate(data: st.DataObject, programs: Programs) -> Programs:
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of(schedules(3, 4), waiting_schedules(3, 4)), st.integers(1, 3), st.integers(1, 2), st.data())
 def test_what_passes_is_right(schedule: Schedule, minibatches: int, times: int, data: st.DataObject) -> None:
     """Whatever is done to a program: if the verifier accepts it, it runs to its end and to the promised weights."""
