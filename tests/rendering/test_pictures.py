@@ -390,3 +390,17 @@ def test_a_thousand_ranks_are_not_all_drawn() -> None:
     assert lines[2] == "busy, rank by rank: 0% each"
     assert sum(line.startswith("rank ") for line in lines) in (64, 128, 192, 256)
     assert "... ranks 64 to 999 are not drawn" in lines
+
+
+def test_the_weights_of_streamed_stages_have_a_row() -> None:
+    every = frozenset(range(2))
+    made = Schedule("breadth-first", 1, 1, 2, recomputed=every, streamed=every, places=1)
+
+    assert [line.rstrip() for line in render(made).splitlines()[5:]] == [
+        "rank 0 stage 0  0       [0][0]U",
+        "       stage 1     0 [0]      U",
+        "       host    ^s0^s1   ^s0   v",
+        "",
+        " 0  forward of microbatch 0   [0]  its backward   ^s0  fetch of stage 0   vs0  release of stage 0   U  update",
+        " (forward and backward drawn equally long)",
+    ]

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -24,25 +25,38 @@ def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, m
     if devices:
         group.add_argument("--devices", type=parse_count, metavar="N", help="this many equal devices")
     group.add_argument("--bandwidth", type=parse_bandwidth, metavar="B", help="of every link: 12e9, 12GB/s, 10Gbps")
+    group.add_argument(
+        "--host-bandwidth", type=parse_bandwidth, metavar="B", help="of the link between each device and its host"
+    )
     if memory:
         group.add_argument("--memory", type=parse_bytes, metavar="M", help="of each device: 16e9, 16GB, 16GiB")
 
 
 def read_cluster(
-    path: str | None, devices: int | None, bandwidth: float | None, memory_bytes: float | None = None
+    path: str | None,
+    devices: int | None,
+    bandwidth: float | None,
+    host_bandwidth: float | None,
+    memory_bytes: float | None = None,
 ) -> Cluster:
     """The cluster file at `path`, or else a uniform cluster; links are instant where no bandwidth is given.
 
     Raises `PlanError` where both are given, or neither.
     """
-    options = {"--devices": devices, "--bandwidth": bandwidth, "--memory": memory_bytes}
+    options = {
+        "--devices": devices,
+        "--bandwidth": bandwidth,
+        "--host-bandwidth": host_bandwidth,
+        "--memory": memory_bytes,
+    }
     if path is not None:
         if extra := [name for name, value in options.items() if value is not None]:
             raise PlanError(f"cluster: {path} and {', '.join(extra)} were given: expected one of them; drop the other")
         return Cluster.load(path)
     if devices is None:
         raise PlanError("cluster: none was given: expected a cluster file, or --devices N --bandwidth B")
-    return Cluster.uniform(devices, math.inf if bandwidth is None else bandwidth, memory_bytes)
+    uniform = Cluster.uniform(devices, math.inf if bandwidth is None else bandwidth, memory_bytes)
+    return replace(uniform, host_bandwidth=host_bandwidth)
 
 
 def declare_samples(parser: argparse.ArgumentParser) -> None:

@@ -86,12 +86,11 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
         parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
-    parser.add_argument(
-        "--recompute",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="run forwards again instead of keeping activations",
-    )
+    for name, text in (
+        ("--recompute", "run forwards again instead of keeping activations"),
+        ("--streamed", "weights are on the host while they are not used (else where nothing fits otherwise)"),
+    ):
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -106,7 +105,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.sweep is not None:
         _compare(profiles, arguments, options)
         return
-    cluster = read_cluster(arguments.cluster, arguments.devices, arguments.bandwidth, arguments.memory)
+    links = arguments.bandwidth, arguments.host_bandwidth
+    cluster = read_cluster(arguments.cluster, arguments.devices, *links, arguments.memory)
     if arguments.svg is not None and not arguments.frontier:
         raise PlanError("--svg: expected --frontier with it; draw one plan with penstock show PLAN --map FILE")
     if arguments.frontier:

@@ -100,7 +100,7 @@ def _show_plan(plan: Plan, arguments: argparse.Namespace) -> str:
             "give PROFILE after the plan, or show the trace alone"
         )
     devices = max(rank for stage in plan.stages for rank in stage.ranks) + 1 if arguments.cluster is None else None
-    cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
+    cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth, arguments.host_bandwidth)
     text, title = describe_plan(plan), str(plan).partition("\n")[0]
     if arguments.map:
         write_text(arguments.map, draw_plan(plan, cluster, profile), PenstockError)

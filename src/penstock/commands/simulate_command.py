@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> None:
     devices = arguments.devices
     if arguments.cluster is None and devices is None:
         devices = max(plan.devices, default=plan.ranks - 1) + 1
-    cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth)
+    cluster = read_cluster(arguments.cluster, devices, arguments.bandwidth, arguments.host_bandwidth)
     options = given(arguments, *_OPTIONS)
     with elapsed_line("simulating"):
         timeline = simulate(plan, profile, cluster, **given(arguments, "minibatches"), **options)

@@ -137,7 +137,8 @@ def _legend(entries: Sequence[LabeledSpan], strips: Sequence[Strip], scale: str,
         signs += [f"[{number}]  {whole}input backward", f"{{{number}}}  its weight backward"]
     elif "backward" in kinds:
         signs += [f"[{number}]  its backward"]
-    signs += [f"{COPIES[kind]}{number}  its {kind}" for kind in COPIES if kind in kinds]
+    of = {"fetch": f"fetch of stage {number}", "release": f"release of stage {number}"}
+    signs += [f"{COPIES[kind]}{number}  {of.get(kind, f'its {kind}')}" for kind in COPIES if kind in kinds]
     signs += ["U  update"] if "update" in kinds else []
     signs += ["+  sum of gradients"] if "+" in text else []
     signs += [".  idle"] if "." in text else []

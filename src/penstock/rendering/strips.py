@@ -9,8 +9,8 @@ a row for each of them.
      3@1     the same with weights of version 1, while the stage has a newer one
     U        update, drawn when it happens: it takes no time, or little
     ++       the sum of the replicas' gradients, where it takes time
-    v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device; ^W1~
-             the copy of weights of version 1 to the device, vW1~ that of their gradients to the host
+    v3~~     in a row of its own, the copy of what was saved of microbatch 3 to the host; ^3~~ back to the device
+    ^s3~     the weights of stage 3 come to the device; vs3~ they leave, and their gradients pass to the host
      .       idle (blank where the rank is busy with another of its stages)
 """
 
@@ -22,7 +22,7 @@ from penstock.timelines.timelines import Timeline
 
 _HEIGHTS = {"reduce": 0, "update": 2}
 """The order from bottom to top: a sum of gradients may overlap a computation. Everything else is 1."""
-COPIES = {"offload": "v", "reload": "^", "fetch": "^W", "release": "vW"}
+COPIES = {"offload": "v", "reload": "^", "fetch": "^s", "release": "vs"}
 """The kinds of copies between a device and its host, and the signs of their directions."""
 
 
@@ -60,7 +60,7 @@ def label_spans(timeline: Timeline) -> tuple[LabeledSpan, ...]:
         elif span.kind == "reduce":
             entries.append(LabeledSpan(span, ""))
         elif span.copies:
-            entries.append(LabeledSpan(span, str(span.number)))
+            entries.append(LabeledSpan(span, str(span.stage if span.kind in ("fetch", "release") else span.number)))
         else:
             # A measurement may begin in the middle of a run: assume that the version that ran first was the newest.
             newest.setdefault(held, span.reference)
