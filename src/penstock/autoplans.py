@@ -175,7 +175,7 @@ def fastest_plan(
     """The fastest plan by `penstock.plan` that runs on all devices of `cluster`. `whole_backwards`: the stages cannot
     split a backward.
 
-    If there is none, raises the error of the simplest plan.
+    If there is none, raises the error of the simplest plan; where memory is limited, that of the search.
     """
     from penstock.capturing.export.cutting import takes_statistics
     from penstock.planning.planner_names import PlannerName
@@ -203,7 +203,7 @@ def fastest_plan(
     whole = any(takes_statistics(layer.module) for layer in chain.layers)
     # All planners, and if the best plan splits microbatches that must stay whole, the one that never does.
     for planner in (None, PlannerName.PIPEDREAM.value) if wanted.stages is None else ():
-        with suppress(PlanError, ScheduleError):
+        with suppress(ScheduleError, *(() if wanted.memory_bytes else (PlanError,))):
             # Under `torchrun` every process is a rank.
             made = search(schedule=wanted.schedule, planner=planner, every_device=True)
             make_schedule(made, chain)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import penstock
 from penstock.autoplans import fastest_plan
 from penstock.capturing import capture
 from penstock.capturing.export.cutting import takes_statistics
+from penstock.errors import PlanError
 from penstock.runtime.assembly.pipeline_options import PlanOptions
 from penstock.values import Cluster, LayerProfile, Plan, Profile
 from support import models
@@ -217,3 +219,19 @@ def test_the_fastest_schedule_that_flushes_is_taken() -> None:
     assert fastest_plan(even, Cluster.uniform(9, math.inf), chain, PlanOptions()).ranks == 9
     with pytest.raises(penstock.PlanError):
         fastest_plan(even, Cluster.uniform(2, math.inf, memory_bytes=1.0), chain, PlanOptions())
+
+
+def test_a_single_process_streams_what_does_not_fit(tmp_path: Path) -> None:
+    """Six layers of 256 KB: weights, gradients and Adam's state take 6 MB, and the limit is half of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    options: dict[str, Any] = {"plan": "auto", "microbatches": 2, "check": "off"}
+    sample, loss = (torch.zeros(2, 256),), nn.functional.mse_loss
+
+    with pytest.raises(PlanError, match="memory_bytes= is the memory that plan='auto' plans for"):
+        penstock.Pipeline(model, sample, loss, models.adamw, memory_bytes=3e6)
+    with pytest.raises(PlanError, match=r"nothing fits.*host_bandwidth of the cluster"):
+        penstock.Pipeline(model, sample, loss, models.adamw, memory_bytes=3e6, **options)
+    with penstock.Pipeline(model, sample, loss, models.adamw, memory_bytes=3e6, offload_to=tmp_path, **options) as pipe:
+        assert pipe.plan.streamed and pipe.plan.ranks == 1
+        assert max(pipe.plan.predicted.peak_bytes) <= 3e6  # type: ignore[union-attr]

@@ -113,6 +113,8 @@ def test_what_is_wrong_is_refused(build: object, message: str) -> None:
         ("0T1>3", "send tied gradients for version 1 to stage 3", {"stage": 0, "version": 1, "target": 3}),
         ("1N3<2", "receive norms for version 3 from stage 2", {"stage": 1, "version": 3, "source": 2}),
         ("3T1<0", "receive tied gradients for version 1 from stage 0", {"stage": 3, "version": 1, "source": 0}),
+        ("2G1", "fetch of weights 1", {"stage": 2, "version": 1}),
+        ("2Q1", "release of weights 1", {"stage": 2, "version": 1}),
     ],
 )
 def test_span_reads_the_text_form_as_actions_do(action: str, words: str, details: dict[str, int]) -> None:

@@ -67,6 +67,8 @@ def test_what_is_computed_again_has_a_label(recompute: bool | str, expected: int
         ("3R0<2", "penstock receive stage 3 microbatch 0 from stage 2"),
         ("0T1>3", "penstock send tied gradients stage 0 version 1 to stage 3"),
         ("1N3<2", "penstock receive norms stage 1 version 3 from stage 2"),
+        ("2G1", "penstock fetch stage 2 version 1"),
+        ("2Q1", "penstock release stage 2 version 1"),
     ],
 )
 def test_labels_in_words(action: str, label: str) -> None:
