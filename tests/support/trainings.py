@@ -255,7 +255,8 @@ class Training:
             rounding = {"stateful": "typed", "layered": "embedded"}
             made = replace(made, subject=rounding.get(made.subject, made.subject))
             made = replace(made, wire="as it is" if made.wire == "as it is" else "rows")
-        if made.precision == "low versions":
+        if made.precision == "low versions" or made.hooks == "own":
+            # Forwards read a second form of the weights.
             made = replace(made, residence="device")
         if made.offloads:
             made = replace(made, recompute=None, residence="device")

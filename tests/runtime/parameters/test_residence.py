@@ -1,6 +1,7 @@
 """Weights and gradients that come and go beside computation, on a device whose streams progress in any order."""
 
 import gc
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def visit(device: SimulatedDevice, steps: int = 2) -> list[list[float]]:
     """Visits stages in turn, the next one fetched ahead. Each adds a gradient in two visits. Returns what was read on
     the device, and in the end at home.
     """
-    streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(device)), torch.device("cpu")))
+    streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(cast(Any, device))), torch.device("cpu")))
     weights = [{"w": nn.Parameter(filled(device, stage))} for stage in range(STAGES)]
     for stage, own in enumerate(weights):
         streamed.adopt(own, stage, AS_STEPPED)
@@ -48,7 +49,7 @@ def visit(device: SimulatedDevice, steps: int = 2) -> list[list[float]]:
             found.append(device.read(aside[stage]["w"]))
         aside[stage]["w"] = filled(device, 10 * number + stage)
         residences[stage].release([aside[stage]])
-    streamed.settle()
+    streamed.host.settle()
     for stage in range(STAGES):
         found += [weights[stage]["w"].flatten().tolist(), aside[stage]["w"].flatten().tolist()]
     device.finish()
@@ -80,7 +81,7 @@ def test_nothing_depends_on_memory_that_the_allocator_keeps_for_a_stream() -> No
 @pytest.mark.parametrize("users", [1, 2])
 def test_a_weight_stays_while_a_stage_or_replica_needs_it(users: int) -> None:
     device = SimulatedDevice(0)
-    streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(device)), torch.device("cpu")))
+    streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(cast(Any, device))), torch.device("cpu")))
     weights = {"w": nn.Parameter(filled(device, 1.0))}
     streamed.adopt(weights, 0, AS_STEPPED)
     residences = [Residence(streamed, weights) for _ in range(users)]

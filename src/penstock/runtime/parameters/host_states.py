@@ -66,6 +66,8 @@ class HostStates:
         """By tensor: its memory on the host."""
         self._reserved: defaultdict[Layout, list[Tensor]] = defaultdict(list)
         """Homes of states that are to come."""
+        self._leaving: Staged = NOTHING_STAGED
+        """What `send` copies."""
 
     def memory(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A home for one such as `tensor`."""
@@ -83,15 +85,17 @@ class HostStates:
             self._homes[tensor] = own
             set_local_shard(tensor, own)
 
-    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> tuple[list[Tensor], Staged]:
-        """Starts to copy `tensors` to `homes`. Returns tensors that are at home there, and what is to be kept until the
-        caller's stream comes after the copies.
+    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> list[Tensor]:
+        """Starts to copy `tensors` to `homes`. Returns tensors that are at home there. What was sent before is dropped,
+        in the stream of the caller when it has been copied.
         """
+        self._staging.follow(self._leaving)
         away = [home.data for home in homes]
         for tensor, home in zip(away, homes, strict=True):
             self._homes[tensor] = home
         given = iter(homes)
-        return away, (tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1])
+        self._leaving = tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1]
+        return away
 
     def bring(self, tensors: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
         """What is at home of `tensors`, and the copies of its memory, which have begun."""
@@ -109,10 +113,6 @@ class HostStates:
         for tensor in tensors:
             if tensor in self._homes:
                 set_local_shard(tensor, self._homes[tensor])
-
-    def follow(self, copies: Staged) -> None:
-        """Has what is computed from now on come after `copies`."""
-        self._staging.follow(copies)
 
     def visit(
         self, parts: Sequence[_Part], states: Mapping[Tensor, Any], gradients: Mapping[Any, Tensor]
@@ -133,6 +133,7 @@ class HostStates:
                 yield part
             except GeneratorExit:
                 # The step has failed.
+                self._staging.follow(coming[1])
                 self.settle()
                 self.leave(all_of(part))
                 raise
@@ -178,7 +179,9 @@ class HostStates:
         self.settle()
 
     def settle(self) -> None:
-        """Waits for all that is in the stream of the caller."""
+        """Waits for all that is in the stream of the caller, and for what was sent."""
+        self._staging.follow(self._leaving)
+        self._leaving = NOTHING_STAGED
         self._staging.in_place(())[1].synchronize()
 
     def _send(self, state: Iterable[Any]) -> Staged:

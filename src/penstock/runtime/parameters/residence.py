@@ -38,8 +38,6 @@ class StreamedWeights:
         """By weight, how many have fetched it and not released it."""
         self._coming: MutableMapping[Tensor, _Coming] = WeakIdKeyDictionary()
         """By weight that is on its way, the copies of which it is one."""
-        self._leaving: list[Staged] = []
-        """Gradients on their way home."""
 
     def adopt(self, weights: Mapping[str, nn.Parameter], stage: int, computed: ComputeWeights) -> None:
         """Moves `weights`, those of `stage` by name, home. `computed`: what forwards read in their place.
@@ -92,23 +90,6 @@ class StreamedWeights:
             self._users[weight] -= 1
         self.host.leave(weight for weight in weights if not self._users[weight])
 
-    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> list[Tensor]:
-        """Starts to copy gradients home; returns them. What was sent before is dropped."""
-        self._follow()
-        sent, copies = self.host.send(tensors, homes)
-        self._leaving = [copies]
-        return sent
-
-    def _follow(self) -> None:
-        for copies in self._leaving:
-            self.host.follow(copies)
-        self._leaving = []
-
-    def settle(self) -> None:
-        """Waits until all copies are made: the host may read what is at home."""
-        self._follow()
-        self.host.settle()
-
 
 class Residence:
     """The residence of one stage of one rank, with the parameters `weights` by name, which are home."""
@@ -141,12 +122,12 @@ class Residence:
         if places:
             tensors = [dense(held[name].data) for held, name in places]
             homes = [self._home(name, tensor) for (_, name), tensor in zip(places, tensors, strict=True)]
-            for (held, name), sent in zip(places, self._streamed.send(tensors, homes), strict=True):
+            for (held, name), sent in zip(places, self._streamed.host.send(tensors, homes), strict=True):
                 held[name] = sent
 
     def settle(self) -> None:
         """Waits until the host may read what is at home."""
-        self._streamed.settle()
+        self._streamed.host.settle()
 
     def end(self) -> None:
         """Ends a segment, which may have failed."""
