@@ -103,7 +103,7 @@ def test_tasks_keep_the_published_schema(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_one_host_meets_nobody(cluster: str, capsys: Any) -> None:
+def test_one_host_needs_no_meeting(cluster: str, capsys: Any) -> None:
     text = emit(capsys, cluster, *OPTIONS[2:])
 
     assert ("--standalone" in text) is (cluster != "trainjob")

@@ -107,8 +107,8 @@ def test_a_replica_that_fails_ends_those_that_wait_for_its_gradients(fork_server
         assert (f"rank 1 failed in a step, so rank {rank} stops too" in errors) == (rank != 1)
 
     # The other replica of the stage had nothing left to do but to add.
-    told = Path(re.findall(r"the whole traceback: (\S+)\)", answers[0][1])[0]).read_text()
-    assert re.search(r"this was action 0A\d+ of rank 0; stage 0 holds the layers 0 to 0", told)
+    traceback = Path(re.findall(r"the whole traceback: (\S+)\)", answers[0][1])[0]).read_text()
+    assert re.search(r"this was action 0A\d+ of rank 0; stage 0 holds the layers 0 to 0", traceback)
 
 
 def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:

@@ -67,16 +67,16 @@ def start(fork_server: ForkServer, folder: Path, way: str) -> list[str]:
 def test_an_error_is_read_on_one_screen(
     fork_server: ForkServer, tmp_path: Path, way: str, sentence: str, own: str
 ) -> None:
-    told = sorted(start(fork_server, tmp_path, way), key=lambda text: text.count("\n"))
+    printed = sorted(start(fork_server, tmp_path, way), key=lambda text: text.count("\n"))
 
-    line, screen = told[0].splitlines(), told[1].splitlines()
+    line, screen = printed[0].splitlines(), printed[1].splitlines()
     assert len(line) == 1
     assert re.match(r"rank \d at train\.py, line \d+, in \w+: ", line[0])
     assert re.match(sentence, screen[0])
     assert screen[0].partition(": ")[2][:20] in line[0]
     assert len(screen) < 12
-    assert own in told[1]
-    assert OUR_FOLDER not in told[1]
+    assert own in printed[1]
+    assert OUR_FOLDER not in printed[1]
     for text in (line[0].rstrip(")"), screen[-1]):
         file = Path(text.rpartition("the whole traceback: ")[2])
         assert "Traceback (most recent call last)" in file.read_text()
