@@ -14,6 +14,8 @@ from support.fork_server import ForkServer
 from support.processes import COLLECTIONS, Pool
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# What is imported and collected is no garbage, and there is much of it to look through.
+gc.set_threshold(*COLLECTIONS)
 # Compiled once, and not by every worker and every process that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -58,7 +60,6 @@ def pytest_collection_finish() -> None:
     """Keeps the garbage collector from traversing all that is imported by now, which takes half a second each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTIONS)
 
 
 @pytest.fixture(scope="session")

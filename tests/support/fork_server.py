@@ -132,6 +132,8 @@ class Child:
 
 def _serve() -> str | None:
     """Forks at each request. Returns the path of the script in each fork, and None in the server at its end."""
+    # There is much to look through, and no garbage.
+    gc.disable()
     import torch._dynamo  # imported by the first optimizer of a process
     import torch.distributed
     import torch.export._trace  # noqa: F401
@@ -146,6 +148,7 @@ def _serve() -> str | None:
     for warm in sys.argv[1:]:
         runpy.run_path(warm, run_name="warm")
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:
