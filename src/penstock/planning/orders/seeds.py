@@ -65,7 +65,7 @@ def _fitting(costs: OrderCosts, timed: TimedRows) -> list[TimedRows]:
 
 def _listed(costs: OrderCosts) -> list[TimedRows]:
     depths = [costs.length - rank for rank in costs.ranks]
-    aheads = [(), *(tuple(factor * depth + more for depth in depths) for factor, more in _DEPTHS)]
+    aheads = [(), _filled(costs), *(tuple(factor * depth + more for depth in depths) for factor, more in _DEPTHS)]
     made: dict[ListRule, TimedRows | None] = {}
 
     def score(rule: ListRule) -> float:
@@ -84,6 +84,19 @@ def _listed(costs: OrderCosts) -> list[TimedRows]:
         again = ((rule, _list(costs, rule, timed.arrivals(costs))) for rule, timed in found[: _number(_AGAIN, costs)])
         found += [(rule, timed) for rule, timed in again if timed is not None]
     return [timed for _, timed in found]
+
+
+def _filled(costs: OrderCosts) -> tuple[float, ...]:
+    """By stage: the forwards for which its rank has time until the first gradient comes: one more would delay it."""
+    found, until = list[float](), 0.0
+    for stage in reversed(range(costs.stages)):
+        until += costs.forward[stage]
+        own = sum(costs.forward[other] for other in costs.held[costs.ranks[stage]])
+        found.append(max(1, until // own) if own else inf)
+        until += costs.seconds[BACKWARD][stage] + (
+            costs.activation[stage - 1] + costs.gradient[stage - 1] if stage else 0
+        )
+    return tuple(reversed(found))
 
 
 def _list(costs: OrderCosts, rule: ListRule, expected: dict[Op, float]) -> TimedRows | None:
