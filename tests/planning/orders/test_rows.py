@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.planning.orders.list_orders import ListRule, list_order, place_weights
-from penstock.planning.orders.rows import WEIGHT, OrderCosts, rows_of, text_of_rows, time_rows
+from penstock.planning.orders.rows import BACKWARD, FORWARD, WEIGHT, OrderCosts, rows_of, text_of_rows, time_rows
 from penstock.planning.orders.seeds import find_seeds
 from penstock.scheduling import Placement, Schedule, define_by_programs, verify
 from penstock.scheduling.v_blocks import find_blocks, squeeze
@@ -19,6 +19,7 @@ MEASURED: tuple[Row, ...] = (
     (8, 32, 18513, 18086, 9331, 626, 2304, 24, 0.1242, 0.0039),
     (8, 24, 29718, 29444, 19927, 527, 4096, 32, 0.1323, 0.0029),
 )
+LONGEST: Row = (32, 96, 10419, 10207, 7715, 408, 6144, 48, 0.1421, 0.0038)
 """p, m, f, b, w and c in microseconds, h, a, and the bubbles of ZB-1p and ZB-2p: table of the measured settings of
 github.com/sail-sg/zero-bubble-pipeline-parallelism, f68d387, efficiency.py."""
 
@@ -60,6 +61,15 @@ def test_seeds_are_as_good_as_the_published_search(row: Row, times: int) -> None
     bubble = 1 - max(costs.work) / best.seconds
     assert bubble <= row[7 + times] + (0.00005 if times == 1 else 0.005)
     assert all(costs.fits(row, rank) for rank, row in enumerate(best.rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [96, 112])
+def test_no_forward_delays_the_first_gradient_through_32_ranks(m: int) -> None:
+    """One forward more than there is time for on the last rank but one takes 0.003 of a step of 96 microbatches."""
+    costs = replace(measured(LONGEST, 2), microbatches=m)
+
+    assert 1 - max(costs.work) / find_seeds(costs, [])[0].seconds <= LONGEST[9]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (8, 16)])
@@ -109,6 +119,7 @@ times_of_stage = st.tuples(*[st.integers(1, 9)] * 3)
     shares=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.5, 1.0])),
     folded=st.booleans(),
     whole=st.booleans(),
+    again=st.integers(0, 3),
 )
 def test_list_orders_are_whole_and_fit(
     stages: list[tuple[int, int, int]],
@@ -117,14 +128,17 @@ def test_list_orders_are_whole_and_fit(
     shares: tuple[float, float],
     folded: bool,
     whole: bool,
+    again: int,
 ) -> None:
-    """Every operation once, in an order that runs, within the limit; weight parts move without the others."""
+    """Every operation once, in an order that runs, within the limit, also with what backwards recompute; weight parts
+    move without the others.
+    """
     count = len(stages) - len(stages) % 2 if folded else len(stages)
     ranks = tuple(min(s, count - 1 - s) for s in range(count)) if folded else tuple(range(count))
-    limit += folded
+    limit += folded + again
     costs = unit(ranks, microbatches, limit, whole=frozenset(range(count) if whole else ()))
     forward, backward, weight = zip(*stages[:count], strict=True)
-    costs = replace(costs, forward=forward, backward=backward, weight=weight)
+    costs = replace(costs, forward=forward, backward=backward, weight=weight, freed=(-float(again),) * count)
     rows = list_order(costs, ListRule(*shares), {})
     assert rows is not None
     timed = time_rows(costs, rows)
@@ -192,3 +206,14 @@ def test_messages_of_a_stage_wait_for_one_another() -> None:
     assert timed is not None
     assert [start for op, start in zip(timed.rows[1], timed.starts[1], strict=True) if op[0] == 0] == [5, 9, 13]
     assert [start for op, start in zip(timed.rows[0], timed.starts[0], strict=True) if op[0] == 1] == [13, 18, 23]
+
+
+def test_a_backward_keeps_what_it_recomputes_until_its_weight_part() -> None:
+    """Two microbatches of 1 byte; a backward adds 3 bytes, whole or split."""
+    costs = replace(unit((0,), 2, 9.0), freed=(-3.0,))
+    forwards = [(FORWARD, 0, 0), (FORWARD, 0, 1)]
+    late = [(BACKWARD, 0, 0), (BACKWARD, 0, 1), (WEIGHT, 0, 0), (WEIGHT, 0, 1)]
+
+    assert costs.peak([*forwards, *late]) == 8.0
+    assert costs.peak([*forwards, *late[::2], *late[1::2]]) == 5.0
+    assert replace(costs, whole=frozenset({0})).peak([*forwards, *late[:2]]) == 5.0

@@ -111,6 +111,7 @@ class JudgedStages:
         added = [costs.split_seconds + costs.split_share * times[stage].backward_seconds[stage] for stage in stages]
         inputs = (0.0, *costs.cut_bytes)
         carried, returned = (tuple(map(_seconds, own)) for own in self._routes)
+        saved = tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages)
         return OrderCosts(
             ranks=ranks,
             microbatches=plan.microbatches,
@@ -120,8 +121,11 @@ class JudgedStages:
             activation=carried,
             # A recomputation is over when the gradient comes, if there was time.
             gradient=tuple(seconds - again[stage] for stage, seconds in enumerate(returned)),
-            saved=tuple((inputs if stage in plan.recomputed else costs.saved_bytes)[stage] for stage in stages),
+            saved=saved,
             limits=limits,
+            freed=tuple(min(0.0, own - full) for own, full in zip(saved, costs.saved_bytes, strict=True))
+            if recomputes
+            else (),
             occupied=tuple(tuple(map(_occupied, own)) for own in self._routes),
             whole=whole,
             movable=costs.offloaded_bytes,
@@ -161,8 +165,7 @@ class JudgedStages:
         found = list(self._weight_bytes)
         for stage, rank in enumerate(self.ranks):
             found[rank] += costs.parameter_bytes[stage]
-            again = costs.saved_bytes[stage] if stage in costs.recomputed else 0.0
-            most[rank] = max(most[rank], costs.workspace_bytes[stage] + again)
+            most[rank] = max(most[rank], costs.workspace_bytes[stage])
         return list(map(add, found, most))
 
     @cached_property
@@ -197,11 +200,15 @@ class JudgedStages:
         """
         costs = self.costs(frozenset(), (inf,) * len(self._weight_bytes))
         sizes = [[costs.saved[stage] for stage in held] for held in costs.held]
-        least = max(fixed + sum(own) for fixed, own in zip(self.fixed_bytes, sizes, strict=True))
-        usual = max(fixed + costs.length * sum(own) for fixed, own in zip(self.fixed_bytes, sizes, strict=True))
+        fixed_bytes, other_bytes = (
+            [size + more - sum(own) for size, more, own in zip(base, costs.least, sizes, strict=True)]
+            for base in (self.fixed_bytes, self.other_bytes)
+        )
+        least = max(map(add, self.fixed_bytes, costs.least))
+        usual = max(fixed + costs.length * sum(own) for fixed, own in zip(fixed_bytes, sizes, strict=True))
         peaks = {max(each.peaks) for each in self.named}
         found = set[float]()
-        for base in (self.fixed_bytes, self.other_bytes):
+        for base in (fixed_bytes, other_bytes):
             for fixed, own in zip(base, sizes, strict=True):
                 most = len(own) * min(costs.microbatches, int(_STEPS[-1][0] * costs.length))
                 found |= {fixed + number * sum(own) / len(own) for number in range(len(own), most + 1)}

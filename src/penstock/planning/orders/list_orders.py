@@ -48,6 +48,8 @@ class _Filling:
     """By rank: its next forwards and backwards in the order in which they must come, if that is given."""
     delays: bool = False
     """Whether what is given goes on behind a forward that does not fit."""
+    keeps: bool = False
+    """Whether a forward leaves the bytes free that a backward recomputes: without, ranks may get stuck."""
     rows: Rows = field(init=False)
     arrived: dict[Op, float] = field(default_factory=dict)
     free_at: list[float] = field(init=False)
@@ -59,8 +61,8 @@ class _Filling:
     events: list[tuple[float, int]] = field(init=False)
     latest_first: list[tuple[int, ...]] = field(init=False)
     """By rank: its stages."""
-    needed: list[float] = field(init=False)
-    """By stage: the bytes that must be free for a forward."""
+    needed: tuple[list[float], list[float]] = field(init=False)
+    """By kind and stage: the bytes that must be free for a forward or a backward."""
     left: int = field(init=False)
     """The operations that are in no row yet."""
     link_free: list[float] = field(init=False)
@@ -78,7 +80,9 @@ class _Filling:
         self.latest_first = [held[::-1] for held in costs.held]
         alone = self.given is not None and not self.delays
         behind = ([stage] if alone else costs.held[rank] for stage, rank in enumerate(costs.ranks))
-        self.needed = [sum(costs.saved[late] for late in held if late >= s) for s, held in enumerate(behind)]
+        again = [self.keeps * max(costs.again[stage] for stage in costs.held[rank]) for rank in costs.ranks]
+        forwards = [again[s] + sum(costs.saved[late] for late in held if late >= s) for s, held in enumerate(behind)]
+        self.needed = forwards, list(costs.again)
         self.left_over = [[] for _ in range(costs.length)]
         self.events = [(0.0, rank) for rank in range(costs.length)]
         self.arrived = {(FORWARD, 0, microbatch): 0.0 for microbatch in range(costs.microbatches)}
@@ -143,9 +147,9 @@ class _Filling:
             kind, stage, microbatch = op
             if stage in late and (kind == FORWARD or microbatch >= late[stage]):
                 continue
-            if kind == BACKWARD or self._may_forward(rank, stage):
+            if self._fits(rank, kind, stage):
                 yield op
-            elif self.delays:
+            elif self.delays and kind == FORWARD:
                 late[stage] = microbatch
             else:
                 return
@@ -165,14 +169,14 @@ class _Filling:
         (forwards, backwards), arrived, ahead = self.next_of, self.arrived, self.rule.ahead
         stages = self.latest_first[rank]
         for stage in stages:
-            if backwards[stage] < forwards[stage]:
+            if backwards[stage] < forwards[stage] and self._fits(rank, BACKWARD, stage):
                 op = BACKWARD, stage, backwards[stage]
                 if op in arrived and arrived[op] <= now:
                     return op, now
                 soon = min(soon, self._awaited(op, now))
         for stage in stages:
             microbatch = forwards[stage]
-            if microbatch == self.costs.microbatches or not self._may_forward(rank, stage):
+            if microbatch == self.costs.microbatches or not self._fits(rank, FORWARD, stage):
                 continue
             if ahead and microbatch - backwards[stage] >= ahead[stage]:
                 continue
@@ -188,9 +192,11 @@ class _Filling:
         at = self.arrived.get(op, self.expected.get(op, inf))
         return at if at > now else inf
 
-    def _may_forward(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits; where its place is not fixed, also the same microbatch on the rank's later stages."""
-        return self.held_bytes[rank] + self.needed[stage] <= self.costs.limits[rank] * ROUNDING
+    def _fits(self, rank: int, kind: int, stage: int) -> bool:
+        """Whether an operation fits; where the place of a forward is not fixed, also the same microbatch on the rank's
+        later stages.
+        """
+        return self.held_bytes[rank] + self.needed[kind][stage] <= self.costs.limits[rank] * ROUNDING
 
     def _do(self, rank: int, op: Op, now: float) -> None:
         kind, stage, microbatch = op
@@ -233,7 +239,8 @@ def list_order(costs: OrderCosts, rule: ListRule, expected: dict[Op, float]) -> 
 
     `expected`: when the data of each operation arrived in an earlier pass, where there was one.
     """
-    return _Filling(costs, rule, expected).run()
+    rows = _Filling(costs, rule, expected).run()
+    return rows or (_Filling(costs, rule, expected, keeps=True).run() if any(costs.again) else None)
 
 
 def place_weights(costs: OrderCosts, rows: Rows, share: float, expected: dict[Op, float]) -> Rows | None:

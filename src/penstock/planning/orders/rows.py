@@ -45,12 +45,13 @@ class OrderCosts:
     `backward` is that of the input part alone. `activation`, `gradient`: the seconds from the end of stage s until
     stage s + 1 has its activation, and from the end of stage s + 1 until stage s has its gradient. `saved`: the bytes
     that a microbatch keeps from its forward to the end of its backward; `freed`: those of them that the input part
-    frees. `occupied`: by kind, for activations and for gradients, the seconds for which a message between stages s and
-    s + 1 keeps its link from the next one; empty where none waits. `limits`: the most bytes of microbatches
-    in flight on each rank. `whole`: the stages whose backwards are not split. `movable`: the bytes of `saved` that an
-    offload moves, where there is a `host_bandwidth`, in bytes per second; rows have no offloads, and bounds hold with
-    them. `barrier`: whether a step ends when all ranks are done; else each rank goes on with the next step at once, as
-    without norms, and the longest span of a rank counts [ZeroBubble 2024, section 4].
+    frees, below 0 where it recomputes what the weight part keeps. `occupied`: by kind, for activations and for
+    gradients, the seconds for which a message between stages s and s + 1 keeps its link from the next one; empty where
+    none waits. `limits`: the most bytes of microbatches in flight on each rank. `whole`: the stages whose backwards are
+    not split. `movable`: the bytes of `saved` that an offload moves, where there is a `host_bandwidth`, in bytes per
+    second; rows have no offloads, and bounds hold with them. `barrier`: whether a step ends when all ranks are done;
+    else each rank goes on with the next step at once, as without norms, and the longest span of a rank counts
+    [ZeroBubble 2024, section 4].
     """
 
     ranks: tuple[int, ...]
@@ -130,6 +131,16 @@ class OrderCosts:
         return self.saved, backward, weight
 
     @cached_property
+    def again(self) -> tuple[float, ...]:
+        """By stage: the bytes that a backward adds by a recomputation, until its weight part is over."""
+        return tuple(max(0.0, -freed) for freed in self.freed or (0.0,) * self.stages)
+
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """By rank: the bytes of one microbatch in flight on all its stages."""
+        return tuple(sum(self.saved[s] for s in held) + max(self.again[s] for s in held) for held in self.held)
+
+    @cached_property
     def work(self) -> tuple[float, ...]:
         """By rank: the seconds of all its operations in a step."""
         each = zip(self.forward, self.backward, self.weight, strict=True)
@@ -148,10 +159,13 @@ class OrderCosts:
     def peak(self, row: Row) -> float:
         """The most bytes that `row` keeps at once."""
         held = most = 0.0
-        after = self.bytes_after
+        after, again = self.bytes_after, self.again
         for kind, stage, _ in row:
+            if kind == BACKWARD and held + again[stage] > most:
+                most = held + again[stage]
             held += after[kind][stage]
-            most = max(most, held)
+            if held > most:
+                most = held
         return most
 
     def source(self, op: Op) -> tuple[Op, float] | None:

@@ -7,9 +7,10 @@ that is asked for, stages change as well: from the best seed on, a cut moves by 
 recompute, as long as an order that is adapted to it makes the step shorter; or, if nothing fits, until something does.
 
 More memory should not give a slower order: stages and orders are also sought under lower limits, those of a ladder that
-depends on the stages alone, and what is found there counts. A lower limit whose bound is above what is known is left
-out. So are some of large orders, for lack of time; and the last moves, under the limit itself, are of that limit only:
-what they find under a lower limit by luck a search under a higher one may miss.
+depends on the stages alone; what is found there counts, and the best goes on under the limit itself. A lower limit
+whose bound is above what is known is left out. So are some of large orders, for lack of time; and the last moves, under
+the limit itself, are of that limit only: what they find under a lower limit by luck a search under a higher one may
+miss.
 The search draws from a fixed seed: the same question has the same answer. For many microbatches an order of fewer is
 found, and a part in its middle repeated.
 """
@@ -42,9 +43,11 @@ _THOROUGH, _QUICK = (1_000, 200_000, 12_000), (200, 40_000, 0)
 the limit that was given and under lower ones.
 """
 _IMPROVED = 2
-"""The seeds that are improved, each of another choice of split backwards or limits."""
+"""The seeds that are improved, each of another step and another choice of split backwards or limits."""
 _SEARCHED_OPERATIONS = 1_000
 """Orders are sought under one lower limit after another until they have had this number of operations."""
+_JUDGED, _JUDGED_OPERATIONS = 4, 600
+"""The most seeds of each kind that the simulator judges, and of how many operations together."""
 _ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
@@ -188,16 +191,22 @@ class _Search:
     def run(self, moves: StageMoves) -> FoundOrder:
         """The best of all orders, and of the stages that `moves` lead to."""
         starts = [start for costs in self._all_costs(self._room) for start in self._starts(costs, _all_seeds)]
-        starts.sort(key=lambda each: each.judged.seconds)
+        # Those that take equally long are mostly the same; the first has the most memory.
+        starts = sorted({start.judged.seconds: start for start in starts[::-1]}.values(), key=_seconds)
         moved = self._moved(starts[:1], moves) if moves.cuts or moves.recomputation else []
-        judged = [each for each in self.stages.named if self._fits(each)]
-        judged += [start.judged for start in (*starts, *moved)]
+        found = [*starts, *moved]
         for start in (*starts[:_IMPROVED], *moved[-1:]):
-            judged += filter(self._fits, start.search._improved(start))
+            found += start.search._improved(start)
+        judged = [each for each in self.stages.named if self._fits(each)]
         for search in (self, *(start.search for start in moved[-1:])):
             judged += search._offloaded()
+        judged += [start.judged for start in found if self._fits(start.judged)]
         searched = {each.stages.plan: each.stages for each in (self, *(start.search for start in moved))}
-        judged += self._below(list(searched.values()), min((each.seconds for each in judged), default=inf))
+        lower = self._below(list(searched.values()), min((each.seconds for each in judged), default=inf))
+        if lower:
+            best_below = lower[-1].under(self.limits)
+            lower += best_below.search._improved(best_below)
+        judged += [start.judged for start in lower if self._fits(start.judged)]
         if not judged:
             named = self.stages.named
             least = [bytes_text(min(max(each.peaks) for each in named))] if named else []
@@ -217,14 +226,13 @@ class _Search:
         rungs = [rung for rung in stages.ladder if rung * ROUNDING < least] if len({*self.limits}) == 1 else []
         return [_Search(stages, limits) for limits in (*((rung,) * len(self.limits) for rung in rungs), self.limits)]
 
-    def _below(self, every: Sequence[JudgedStages], known: float) -> list[Judged]:
-        """The best orders of all these stages that a quick search finds under lower limits, the least bound first.
-
-        It ends when no bound is below the seconds that are `known`.
+    def _below(self, every: Sequence[JudgedStages], known: float) -> list[_Start]:
+        """The orders of all these stages that a quick search finds under lower limits, each faster than those before
+        and than what is `known`, the least bound first. It ends when no bound is below these seconds.
         """
         rungs = [self._rungs(stages)[:-1] for stages in every]
         waiting: list[tuple[float, int, int]] = []
-        found: list[Judged] = []
+        found: list[_Start] = []
         left = _SEARCHED_OPERATIONS // self._operations
 
         def wait(place: int, depth: int) -> None:
@@ -237,9 +245,12 @@ class _Search:
             _, depth, place = heappop(waiting)
             search = rungs[place].pop()
             for start in search._quick_start():
-                found += [start.judged, *filter(search._fits, search._improved(start, _QUICK))]
+                for each in (start, *search._improved(start, _QUICK)):
+                    # What is above its limit may be below that which was given.
+                    if each.judged.seconds < known and self._fits(each.judged):
+                        known = each.judged.seconds
+                        found.append(each)
             left -= 1
-            known = min([known, *(each.seconds for each in found)])
             wait(place, depth + 1)
         return found
 
@@ -263,14 +274,13 @@ class _Search:
         own = replace(costs, limits=tuple(limit - peak + costs.peak(row) for limit, peak, row in room))
         joined = replace(own, whole=frozenset(range(costs.stages)))
         # One microbatch in flight: no rank runs ahead of another, so that no message waits.
-        alone = replace(joined, saved=(1.0,) * costs.stages, limits=tuple(map(len, costs.held)))
+        alone = replace(joined, saved=(1.0,) * costs.stages, freed=(), limits=tuple(map(len, costs.held)))
         for tried in (own, joined, alone):
             starts = [each for overtakes in (False, True) for each in self._delayed(tried, rows, overtakes=overtakes)]
             if starts:
-                start = min(starts, key=lambda each: each.judged.seconds)
-                is_short = _searched(start.costs) is start.costs
-                held = [start.judged, *filter(self._fits, self._improved(start) if is_short else ())]
-                return min(held, key=lambda each: each.seconds).plan
+                start = min(starts, key=_seconds)
+                improved = self._improved(start) if _searched(start.costs) is start.costs else iter(())
+                return min((start, *(each for each in improved if self._fits(each.judged))), key=_seconds).judged.plan
         rank = max(range(len(self.limits)), key=lambda rank: named.peaks[rank] / self.limits[rank])
         raise PlanError(
             f"limit_order: expected an order of {made.name} that takes at most {bytes_text(self.limits[rank])} on rank "
@@ -280,11 +290,9 @@ class _Search:
 
     def _delayed(self, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[_Start]:
         """The plan with `rows` delayed until it fits, under lower limits where that takes more than was known."""
-        # No order has less in flight than one microbatch on all stages of a rank.
-        least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
         before: tuple[float, ...] = ()
         for _ in range(_ROUNDS):
-            limits = tuple(map(max, costs.limits, least))
+            limits = tuple(map(max, costs.limits, costs.least))
             if limits == before:
                 return
             costs, before = replace(costs, limits=limits), limits
@@ -343,15 +351,18 @@ class _Search:
     ) -> Iterator[_Start]:
         """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
         for _ in range(_ROUNDS):
-            seeds = seeds_of(self.stages, _searched(costs))
-            seed = min(seeds[:_LOOKED_AT], key=partial(_whole_score, costs), default=None)
-            if seed is None or _whole_score(costs, seed) == inf:
+            score = partial(_whole_score, costs)
+            seeds = sorted(seeds_of(self.stages, _searched(costs))[:_LOOKED_AT], key=score)
+            made = [
+                _Start(self, costs, seed, self.stages.judge(self.stages.plan_of(costs, seed)))
+                for seed in seeds[: self._judged]
+                if score(seed) < inf
+            ]
+            fitting = [start for start in made if self._fits(start.judged)]
+            if fitting or not made:
+                yield from sorted(fitting, key=_seconds)[:1]
                 return
-            judged = self.stages.judge(self.stages.plan_of(costs, seed))
-            if self._fits(judged):
-                yield _Start(self, costs, seed, judged)
-                return
-            costs = replace(costs, limits=tuple(self._lowered(costs, judged, seed)))
+            costs = replace(costs, limits=tuple(self._lowered(costs, made[0].judged, made[0].seed)))
             if min(costs.limits) <= 0:
                 return
 
@@ -374,14 +385,19 @@ class _Search:
             is_last, tried = search is last, list[_Start]()
             if found:
                 again = replace(search, stages=found[-1].search.stages)._quick_start()
-                tried.append(min((found[-1].under(search.limits), *again), key=lambda each: each.judged.seconds))
+                tried.append(min((found[-1].under(search.limits), *again), key=_seconds))
             if is_last and given:
                 tried += [*given, *self._recomputed(given[0], moves)]
             elif is_last or turn % _SELDOM == 0 or not found:
                 tried += search._anew(moves)
             descended = [search._descended(start, moves, _MOVED_STAGES[is_last]) for start in tried]
-            found += [min(descended, key=lambda each: each.judged.seconds)] if descended else []
+            found += [min(descended, key=_seconds)] if descended else []
         return found
+
+    @property
+    def _judged(self) -> int:
+        """How many seeds of a kind the simulator judges."""
+        return max(1, min(_JUDGED, _JUDGED_OPERATIONS // self._operations))
 
     @property
     def _operations(self) -> int:
@@ -389,16 +405,18 @@ class _Search:
         return 3 * len(self.stages.ranks) * self.stages.plan.microbatches
 
     def _recomputed(self, best: _Start, moves: StageMoves) -> list[_Start]:
-        """The start where all stages recompute; of large orders, if it is faster.
+        """The starts where all stages recompute, with whole backwards and with split ones; of large orders, if faster.
 
-        Backwards are whole, since a weight part keeps all that was recomputed.
+        A weight part keeps all that was recomputed.
         """
         if not moves.recomputation or self.stages.plan.recompute is True or max(self.limits) == inf:
             return []
         again = self._with(replace(self.stages.plan, recompute=True))
-        costs = replace(again._costs_like(best), whole=frozenset(range(best.costs.stages)))
+        costs, whole = again._costs_like(best), frozenset(range(best.costs.stages))
+        every = dict.fromkeys((whole, costs.whole))
         most = best.judged.seconds if self._operations > _SMALL else inf
-        return [start for start in again._starts(costs, _all_seeds) if start.judged.seconds < most]
+        found = [start for each in every for start in again._starts(replace(costs, whole=each), _all_seeds)]
+        return [start for start in found if start.judged.seconds < most]
 
     def _anew(self, moves: StageMoves) -> list[_Start]:
         """Starts for these stages, and for the same with all of them recomputing; for roomier ones if nothing fits."""
@@ -413,11 +431,12 @@ class _Search:
         """The best of a few seeds, if one fits."""
         every = self._all_costs(tuple(map(sub, self.limits, self.stages.other_bytes)))
         scored = [(min((each.score for each in quick_seeds(_searched(costs))), default=inf), costs) for costs in every]
+        starts = list[_Start]()
         for _, costs in sorted(scored, key=lambda each: each[0]):
-            starts = list(self._starts(costs, lambda _, short: quick_seeds(short)))
-            if starts:
-                return starts
-        return []
+            starts += self._starts(costs, lambda _, short: quick_seeds(short))
+            if len(starts) >= self._judged:
+                break
+        return sorted(starts, key=_seconds)[:1]
 
     def _descended(self, best: _Start, moves: StageMoves, operations: int) -> _Start:
         """The start that moves lead to from `best`, as long as they shorten the step."""
@@ -452,8 +471,7 @@ class _Search:
     def _fullest(self) -> float:
         """The largest share of its limit that a rank takes with one microbatch in flight."""
         costs = self.stages.costs(frozenset(), self.limits)
-        kept = (sum(costs.saved[stage] for stage in held) for held in costs.held)
-        every = zip(kept, self.stages.other_bytes, self.limits, strict=True)
+        every = zip(costs.least, self.stages.other_bytes, self.limits, strict=True)
         return max((own + other) / most for own, other, most in every)
 
     def _promising(self, best: _Start, moves: StageMoves) -> list[tuple["_Search", OrderCosts]]:
@@ -461,7 +479,7 @@ class _Search:
         made: list[tuple[float, int, _Search, OrderCosts]] = []
         for search in map(self._with, moves.of(self.stages.plan)):
             costs = search._costs_like(best)
-            if (least := bound_of(costs).seconds) < best.seed.seconds:
+            if (least := bound_of(costs).seconds) < best.judged.seconds:
                 made.append((least, len(made), search, costs))
         return [(search, costs) for *_, search, costs in sorted(made)]
 
@@ -469,20 +487,21 @@ class _Search:
         """The costs with the split backwards and in the memory of `best`, and in that of one microbatch at least."""
         room = map(add, best.costs.limits, best.search.stages.other_bytes)
         costs = self.stages.costs(best.costs.whole, tuple(map(sub, room, self.stages.other_bytes)))
-        least = [sum(costs.saved[stage] for stage in held) for held in costs.held]
-        return replace(costs, limits=tuple(map(max, costs.limits, least)))
+        return replace(costs, limits=tuple(map(max, costs.limits, costs.least)))
 
     def _start_near(self, best: _Start, costs: OrderCosts) -> _Start | None:
         """The start from a seed like that of `best`; None if it does not fit or is not faster."""
         score = partial(_whole_score, costs)
         seed = min(adapted_seeds(_searched(costs), best.seed.rows), key=score, default=None)
-        if seed is None or score(seed) >= _whole_score(best.costs, best.seed):
+        # Rows do not know when the last stage has to recompute.
+        late = max(0.0, best.judged.seconds - best.seed.seconds) if _searched(costs) is costs else 0.0
+        if seed is None or score(seed) >= _whole_score(best.costs, best.seed) + late:
             return None
         judged = self.stages.judge(self.stages.plan_of(costs, seed))
         faster = self._fits(judged) and judged.seconds < best.judged.seconds
         return _Start(self, costs, seed, judged) if faster else None
 
-    def _improved(self, start: _Start, most: tuple[int, int, int] = _THOROUGH) -> Iterator[Judged]:
+    def _improved(self, start: _Start, most: tuple[int, int, int] = _THOROUGH) -> Iterator[_Start]:
         """The best order that leads on from `start`, if it can be repeated; it may not fit."""
         short = _searched(start.costs)
         tries = min(most[0], most[1] // short.operations)
@@ -492,7 +511,11 @@ class _Search:
         score = partial(_whole_score, start.costs)
         best = min((improved, *spread_weights(short, improved)), key=score)
         if score(best) < inf:
-            yield self.stages.judge(self.stages.plan_of(start.costs, best))
+            yield replace(start, seed=best, judged=self.stages.judge(self.stages.plan_of(start.costs, best)))
+
+
+def _seconds(start: _Start) -> float:
+    return start.judged.seconds
 
 
 def _all_seeds(stages: JudgedStages, short: OrderCosts) -> list[TimedRows]:

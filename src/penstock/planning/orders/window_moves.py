@@ -158,6 +158,8 @@ class _Window:
         self.ranks = [costs.ranks[stage] for _, stage, _ in ops]
         self.took = [costs.seconds[kind][stage] for kind, stage, _ in ops]
         self.more = [costs.bytes_after[kind][stage] for kind, stage, _ in ops]
+        takes = costs.saved, costs.again, (0.0,) * costs.stages
+        self.takes = [takes[kind][stage] for kind, stage, _ in ops]
         self.active = [rank for rank, (first, last) in enumerate(parts) if first < last]
         self.messages: list[list[Message]] = [[] for _ in ops]
         self.behind, self.needs = [-inf] * len(ops), [0] * len(ops)
@@ -249,7 +251,7 @@ class _Window:
                     every += end
                     last = max(last, end)
             # A forward that could be done at once may have to leave its memory to another.
-            first = [each for each in able if each[0] + self.took[each[1]] == soonest and self.more[each[1]] > 0]
+            first = [each for each in able if each[0] + self.took[each[1]] == soonest and self.takes[each[1]] > 0]
             able = first[:1] if self.exact and first else able
             for start, op in able:
                 if start < soonest or start + self.took[op] <= soonest:
@@ -301,7 +303,7 @@ class _Window:
     def _ready(self, state: _State, rank: int, blocked: int) -> Ready:
         able, soonest, first, free = [], inf, inf, state.free[rank]
         for op in state.opened[rank]:
-            if (self.more[op] > 0 and not self._fits(state, rank, op)) or blocked >> op & 1:
+            if (self.takes[op] > 0 and not self._fits(state, rank, op)) or blocked >> op & 1:
                 continue
             start = max(free, state.arrived[op])
             able.append((start, op))
@@ -311,7 +313,7 @@ class _Window:
     def _fits(self, state: _State, rank: int, op: int) -> bool:
         """Whether there is memory for a forward, and then for the oldest microbatch on the later stages of the rank."""
         limit, done, saved = self.costs.limits[rank] * ROUNDING, state.done | 1 << op, self.costs.saved
-        if state.held[rank] + self.more[op] > limit:
+        if state.held[rank] + self.takes[op] > limit:
             return False
         held = self.costs.held[rank]
         ahead = [self.forwarded[stage] + (done & self.forwards[stage]).bit_count() for stage in held]
