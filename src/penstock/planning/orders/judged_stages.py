@@ -1,7 +1,6 @@
-"""The stages of a plan as a search for an order sees them: their seconds, bytes and links, and limits worth trying.
+"""The stages of a plan as a search for an order sees them: their seconds, bytes and links.
 
-The simulator judges every order of them. Nothing here depends on the limit that a user gave. That also holds for the
-ladder, the limits under which orders are sought: what is found under one is found under every larger one, too.
+The simulator judges every order of them. Nothing here depends on the limit that a user gave.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,10 +27,6 @@ from penstock.values.profiles import Profile
 
 NAME = "found"
 """The name of an order that was found."""
-_STEPS = (1.0, 1.06), (1.6, 1.12), (2.5, 1.25)
-"""(Up to how many times what as many microbatches as ranks take, how far apart limits are): more gains little."""
-_LOWER, _BELOW = 0.92, 9
-"""Limits that are too low for one microbatch at a time, each in units of the next: other stages may do with them."""
 
 
 def named_plans(plan: Plan, *, whole_backwards: bool = False) -> Iterator[Plan]:
@@ -190,37 +185,6 @@ class JudgedStages:
         stages = replace(self, options=free, profile=replace(self.profile, split_share=0.0))
         # Any backward that directly follows its forward recomputes nothing.
         return stages.costs(whole, (), recomputes=False)
-
-    @cached_property
-    def ladder(self) -> tuple[float, ...]:
-        """The limits of a rank's bytes under which orders are sought, ascending.
-
-        On each rank one more microbatch fits from some limit on; of such limits that lie close together the last is
-        taken, and the peaks of named schedules besides. Below them are some for stages that take less.
-        """
-        costs = self.costs(frozenset(), (inf,) * len(self._weight_bytes))
-        sizes = [[costs.saved[stage] for stage in held] for held in costs.held]
-        fixed_bytes, other_bytes = (
-            [size + more - sum(own) for size, more, own in zip(base, costs.least, sizes, strict=True)]
-            for base in (self.fixed_bytes, self.other_bytes)
-        )
-        least = max(map(add, self.fixed_bytes, costs.least))
-        usual = max(fixed + costs.length * sum(own) for fixed, own in zip(fixed_bytes, sizes, strict=True))
-        peaks = {max(each.peaks) for each in self.named}
-        found = set[float]()
-        for base in (fixed_bytes, other_bytes):
-            for fixed, own in zip(base, sizes, strict=True):
-                most = len(own) * min(costs.microbatches, int(_STEPS[-1][0] * costs.length))
-                found |= {fixed + number * sum(own) / len(own) for number in range(len(own), most + 1)}
-        rungs = [least * _LOWER**step for step in range(_BELOW, 0, -1)]
-        begun = 0.0
-        for limit in sorted(limit for limit in {*found, least} if least <= limit <= _STEPS[-1][0] * usual):
-            if limit > begun * next(step for most, step in _STEPS if limit <= most * usual):
-                begun = limit
-                rungs.append(limit)
-            else:
-                rungs[-1] = limit
-        return tuple(sorted({*rungs, *peaks}))
 
 
 def _occupied(route: Route | None) -> float:
