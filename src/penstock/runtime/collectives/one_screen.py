@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from penstock.errors import visible
-from penstock.torch_internals.distributed import hook_below
 
 FULL = "PENSTOCK_TRACEBACK"
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__.rpartition("runtime")[0] + "x", torch.__file__))
@@ -32,8 +31,8 @@ _REST = "the whole traceback: "
 
 
 def is_wanted(hook: object) -> bool:
-    """Whether errors may be shown on one screen in place of `hook`: it is Python's own, or PyTorch's around it."""
-    return os.environ.get(FULL, "") != "full" and hook_below(hook) is sys.__excepthook__
+    """Whether errors may be shown on one screen in place of `hook`, Python's own."""
+    return os.environ.get(FULL, "") != "full" and hook is sys.__excepthook__
 
 
 def sentence_of(error: BaseException) -> str:

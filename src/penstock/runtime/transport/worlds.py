@@ -34,6 +34,7 @@ from penstock.runtime.devices.staging import staging_for
 from penstock.runtime.transport.default_groups import call_at_meeting, check_token, launched_rank, make_default_group
 from penstock.runtime.transport.distributed_transport import DistributedTransport
 from penstock.runtime.transport.transport import Edge, LoopbackTransport, Transport
+from penstock.torch_internals.distributed import hook_below
 
 T = TypeVar("T")
 Groups: TypeAlias = Iterable[tuple[int, ...]]
@@ -271,7 +272,7 @@ class Processes:
         """Reports an error of the user's own code, so that the other ranks end as well, and shows it on one screen."""
         if not (isinstance(error, TransportError) or self._left):
             self.report("outside the pipeline", error)
-        if isinstance(error, Exception) and one_screen.is_wanted(self._previous_hook):
+        if isinstance(error, Exception) and one_screen.is_wanted(hook_below(self._previous_hook)):
             first, said, repeats = (
                 self._board.watch.failure,
                 one_screen.sentence_of(error),
