@@ -3,7 +3,7 @@
     python benchmarks/fleet_runs.py --save benchmarks/results/fleet-runs.txt
     python benchmarks/fleet_runs.py --kill-after 200
     python benchmarks/fleet_runs.py --ray 3 --kill-after 200 --save benchmarks/results/fleet-ray.txt
-    python benchmarks/fleet_runs.py --shares 60 --save benchmarks/results/fleet-ray.txt
+    python benchmarks/fleet_runs.py --shares 120 --round-seconds 20 --save benchmarks/results/fleet-ray.txt
 
 Five trainings on two emulated kinds, of two processes and of one. Both kinds are this machine, so a kind also has a
 time that a step takes at least. With --kill-after the executor is killed in the midst of the run and started again. The
