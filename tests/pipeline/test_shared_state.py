@@ -150,7 +150,7 @@ def test_counters_and_whole_matrices_are_right(pool: Pool, optimizer: Any) -> No
 
 
 def several(parameters: penstock.NamedParameters) -> list[torch.optim.Optimizer]:
-    matrices, rest = (parameters.where(lambda _, p, two=two: (p.ndim == 2) is two) for two in (True, False))
+    matrices, rest = parameters.where(lambda _, p: p.ndim == 2), parameters.where(lambda _, p: p.ndim != 2)
     made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
     return [*made, torch.optim.Adam(rest)] if rest else made
 

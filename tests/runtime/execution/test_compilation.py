@@ -89,7 +89,7 @@ def test_a_stage_is_one_graph_for_all_versions_and_replicas(case: Case, graphs: 
     ],
     ids=lambda value: f"{value.subject}-{value.schedule}" if isinstance(value, Case) else str(value),
 )
-def test_where_backwards_are_split_a_graph_is_one_layer(case: Case, recompute: object, counter: Counter) -> None:
+def test_where_backwards_are_split_a_graph_is_one_layer(case: Case, recompute: Any, counter: Counter) -> None:
     """And nothing is compiled after the first two steps."""
     compile = {"backend": counter, "fullgraph": True}
     pipe = penstock.Pipeline(case.build(), **case.options, recompute=recompute, compile=compile)

@@ -537,7 +537,7 @@ def test_buckets_are_larger_on_devices_of_their_own(device: str, largest: int) -
     transport = Listening()
     Reducer(transport, (0, 1), 0, 0, parameters)
     # A parameter has 1 MiB, and one number more that says whether it is there.
-    first, *others, last = [numbers // 2**18 for numbers, _ in transport.forms]
+    first, *others, last = [numbers // 2**18 for numbers, *_ in transport.forms]
 
     assert first * 2**20 == FIRST_BUCKET_BYTES
     assert {other * 2**20 for other in others} == {largest}
@@ -551,7 +551,7 @@ def test_what_is_cut_among_ranks_can_be_cut_evenly(ranks: int) -> None:
     transport = Listening()
     Reducer(transport, tuple(range(ranks)), 0, 0, parameters, bucket_bytes=100)
     least = sum(parameter.numel() for parameter in parameters.values()) + len(parameters)
-    sent = [numbers for numbers, _ in transport.forms]
+    sent = [numbers for numbers, *_ in transport.forms]
 
     assert ranks == 2 or all(numbers % ranks == 0 for numbers in sent)
     assert least <= sum(sent) < least + (1 if ranks == 2 else ranks * len(sent))
