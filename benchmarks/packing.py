@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def profile() -> dict[int, penstock.Profile]:
-    """Of a single function of each length."""
+    """Profiles of a single function of each length."""
     return {
         length: penstock.profile(
             Model(), (torch.randint(256, (1, length)), torch.arange(length)[None]), iterations=2, progress=False

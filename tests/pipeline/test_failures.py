@@ -130,7 +130,7 @@ def test_a_killed_replica_is_among_those_named(fork_server: ForkServer) -> None:
 def test_a_replica_that_is_killed_before_it_sends_its_share_is_named(
     fork_server: ForkServer, action: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the gradients that the others own, or of the weights that it owns."""
+    """The gradients that the others own, or the weights that it owns."""
     monkeypatch.setenv("PENSTOCK_FAULTS", f"kill rank=1 step=2 action={action}")
     options = ("--schedule", schedule, "--stages", "3", "--shard")
     _, (killed, _), *_ = ended = finish(fork_server.start_faulty(3, 1, "never", "kill", *options))

@@ -83,7 +83,7 @@ class Request:
         return require_schedule(self.schedule)
 
     def copies(self, replicas: int) -> float:
-        """The optimizer's state of each of so many replicas, in units of the weights."""
+        """The optimizer's state of each of `replicas`, in units of the weights."""
         return self.optimizer_copies / replicas if self.shard_optimizer else self.optimizer_copies
 
     def peaks(self, plan: Plan, costs: ChainCosts) -> tuple[float, ...]:
