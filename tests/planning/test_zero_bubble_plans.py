@@ -126,7 +126,7 @@ def folded_plans(profile: Profile, ranks: int, bandwidth: float, request: Reques
 number = st.integers(0, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda ranks: st.tuples(

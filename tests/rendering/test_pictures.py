@@ -336,7 +336,7 @@ def read_back(picture: str) -> dict[int, list[str]]:
     return shown
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schedules(most_ranks=4, most_microbatches=6))
 def test_picture_of_a_schedule_shows_its_program(schedule: Schedule) -> None:
     program: dict[int, list[str]] = {stage: [] for stage in range(schedule.stages)}

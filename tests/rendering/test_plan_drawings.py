@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused(plan: Plan, cluster: Cluster, profile: Pro
     assert message in str(caught.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 3), st.booleans())
 def test_every_rank_is_drawn_once_with_its_stage(replicas: list[int], spare: int, matrix: bool) -> None:
     stages, rank = [], 0

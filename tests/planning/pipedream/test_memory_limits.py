@@ -162,7 +162,7 @@ def check(profile, cluster, request, plans):
     assert plan.ranks == cluster.devices
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(profiles(), requests, st.integers(1, 6), bandwidths, shares)
 def test_flat_plans_within_a_memory_limit_are_the_best_of_all(profile, request, devices, bandwidth, share):
     plans = nested_plans(profile, ((devices, bandwidth),), request)
@@ -182,7 +182,7 @@ machines = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), requests, machines, shares)
 def test_plans_on_levels_within_a_memory_limit_are_the_best_of_all(data, request, levels, share):
     profile = data.draw(profiles(most=5 if len(levels) == 2 else 4))
@@ -192,7 +192,7 @@ def test_plans_on_levels_within_a_memory_limit_are_the_best_of_all(data, request
     check(profile, Cluster.hierarchical(levels, memory), request, plans)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), requests, st.one_of(st.tuples(st.tuples(st.integers(1, 4), bandwidths)), machines), shares)
 def test_straight_plans_within_a_memory_limit_are_the_best_of_all(data, request, levels, share):
     """The cut after stage s lies on the link of ranks s and s + 1."""
@@ -229,7 +229,7 @@ def interleaved_plans(profile, ranks, per_rank, bandwidth, request):
 shapes = st.sampled_from(((1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (3, 2), (1, 3)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), shapes, st.integers(1, 3), bandwidths, st.floats(0, 1))
 def test_interleaved_plans_balance_ranks_and_are_the_best_of_all(data, shape, groups, bandwidth, share):
     ranks, per_rank = shape

@@ -91,7 +91,7 @@ def least_and_found(profile, cluster, straight):
     return least, slowest([(s.start, s.stop, s.ranks) for s in stages], profile, cluster)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(chains(), machines())
 def test_a_straight_pipeline_is_the_best_of_all_cuts_orders_and_subsets(profile, cluster):
     both = least_and_found(profile, cluster, straight=True)

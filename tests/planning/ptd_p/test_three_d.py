@@ -52,7 +52,7 @@ def alike(p: int, d: int, b: int, v: int, batch: int, *, tensor: int = 1, recomp
     return estimate_config(Transformer(p * v, 8, 8), TOY, Precision(), FREE, costs, config=form, batch_size=batch)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     *(st.integers(1, 16), st.integers(1, 16), st.sampled_from([1, 2, 4, 8])),
     *(st.integers(1, 8), st.integers(1, 4), st.integers(1, 20)),
@@ -67,7 +67,7 @@ def test_the_bubble_is_that_of_the_papers(p: int, d: int, t: int, b: int, v: int
     assert math.isclose(one.bubble_seconds / one.compute_seconds, (p - 1) / m / v, abs_tol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.integers(1, 20), st.booleans())
 def test_seconds_are_equation_4_1(p: int, d: int, b: int, m: int, recompute: bool) -> None:
     batch = m * b * d
@@ -77,7 +77,7 @@ def test_seconds_are_equation_4_1(p: int, d: int, b: int, m: int, recompute: boo
     assert math.isclose(one.minibatch_seconds, (batch / d / b + p - 1) * (1 + 2 + recompute))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.booleans())
 def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: int, recompute: bool) -> None:
     if p == 1:
@@ -91,7 +91,7 @@ def test_the_simulator_agrees_where_positions_are_equal(p: int, v: int, rounds: 
     assert math.isclose(found, alike(p, 1, 1, v, m, recompute=recompute).minibatch_seconds)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.floats(0, 2), st.floats(0, 2))
 def test_the_simulator_agrees_where_the_head_is_slow(p: int, m: int, forward: float, backward: float) -> None:
     costs = replace(equal_parts(ModuleCosts(1.0, 2.0, 0.0, 0.0, 0.0)), head=ModuleCosts(forward, backward, 0, 0, 0))
@@ -205,7 +205,7 @@ def one_by_one(
     return seconds, max(peaks)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 4, 6]), st.integers(2, 16)),
     st.lists(st.tuples(st.integers(1, 3), st.floats(1e6, 1e10)), min_size=1, max_size=3),
@@ -240,7 +240,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(
     assert math.isclose(found[0].minibatch_seconds, min(expected.values()), rel_tol=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_what_is_fixed_stays_fixed_and_the_rest_is_ranked_alike(data: st.DataObject) -> None:
     model = Transformer(8, 64, 8, sequence=16, vocabulary=64)
@@ -484,7 +484,7 @@ def test_what_does_not_fit_says_what_it_takes() -> None:
     assert rank_three_d(ThreeDRequest(GPT_1T, roomy, 64), 0)[0].peak_bytes <= 292e9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 12), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 12), st.floats(0, 0.99), st.data())
 def test_the_devices_that_a_message_asks_for_are_the_fewest(
     layers: int, heads: int, batch: int, tightness: float, data: st.DataObject

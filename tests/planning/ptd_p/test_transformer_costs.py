@@ -112,7 +112,7 @@ def test_a_profile_of_cut_layers_has_their_reductions_in_it() -> None:
 # Memory.
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 200), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 200))
 def test_the_checkpoint_count_is_the_best_of_all(layers: int, kept: float, layer: float, in_flight: int) -> None:
     def size(count: int) -> float:

@@ -168,7 +168,7 @@ def ranked_or_none(profile, cluster, asked, batch_size):
 options = (st.sampled_from(SCHEDULES), st.integers(1, 24), st.sampled_from([0, 2]), st.sampled_from(["ring", "shared"]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), uniform_clusters(), *options)
 def test_planner_finds_the_best_of_all_configurations(profile, cluster, schedule, batch_size, copies, allreduce):
     ranked = ranked_or_none(
@@ -184,7 +184,7 @@ def test_planner_finds_the_best_of_all_configurations(profile, cluster, schedule
         assert found == pytest.approx({each[1:]: each[0] for each in everything})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), other_clusters(), *options)
 def test_candidates_take_what_the_definitions_say_on_any_cluster(
     profile, cluster, schedule, batch_size, copies, allreduce
@@ -212,7 +212,7 @@ def test_candidates_take_what_the_definitions_say_on_any_cluster(
     assert ranked[0].samples_per_second <= max(everything)[0] * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), other_clusters(), *options[:3])
 def test_plan_says_what_its_candidate_says(profile, cluster, schedule, batch_size, copies):
     asked = request(schedule, optimizer_copies=copies)
@@ -313,7 +313,7 @@ def test_one_pipeline_only_if_straight():
     assert {candidate.replicas for candidate in ranked} == {1}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), min_size=1, max_size=40), st.integers(2, 50))
 def test_places_of_a_long_chain_are_few_and_cheap(rows, most):
     profile = chain(*[(seconds, 2 * seconds, cut, 1.0, 1.0) for seconds, cut in rows])

@@ -52,7 +52,7 @@ def receive(device: SimulatedDevice, values: list[float]) -> list[list[float]]:
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(SEEDS)
 def test_what_is_sent_is_what_was_computed(seed: int) -> None:
     values = [1.0, 2.0, 4.0, 3.0]
@@ -63,7 +63,7 @@ def test_what_is_sent_is_what_was_computed(seed: int) -> None:
     assert {copy.stride() for copy in found} == {(1, 3)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(SEEDS)
 def test_what_is_computed_with_is_what_has_come(seed: int) -> None:
     assert receive(SimulatedDevice(seed), [1.0, 2.0, 3.0]) == [[value] * 15 for value in (1.0, 2.0, 3.0)]

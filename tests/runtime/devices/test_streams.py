@@ -116,7 +116,7 @@ WORK: dict[str, DeviceWork] = {
 
 
 @pytest.mark.parametrize("name", WORK)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(seed=SEEDS)
 def test_the_order_is_right_whatever_order_the_device_takes(name: str, seed: int) -> None:
     assert WORK[name](SimulatedDevice(seed))

@@ -23,7 +23,7 @@ class Noted:
         self.times.append(time.perf_counter())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32),
     actions=st.lists(

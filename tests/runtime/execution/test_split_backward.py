@@ -207,7 +207,7 @@ def _do(kind: str, k: int, x: Tensor, y: Tensor, w: Tensor, v: Tensor, u: Tensor
 
 
 @given(programs())
-@settings(max_examples=250)
+@settings(max_examples=80)
 def test_random_programs_have_the_bits_of_one_backward(bench: Bench) -> None:
     expected, found = (bench.run(divided=divided) for divided in (False, True))
     for one, other in zip(expected, found, strict=True):

@@ -210,7 +210,7 @@ def backward(example: Example, replica: Replica, leaves: dict[str, nn.Parameter]
         torch.autograd.backward(leaf * 1.0, example.fill(number))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(examples())
 def test_sums_are_those_of_adding_in_replica_order(example: Example) -> None:
     torch.manual_seed(example.seed)

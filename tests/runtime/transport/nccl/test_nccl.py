@@ -145,7 +145,7 @@ def exchange(device: SimulatedDevice, announcing: bool) -> bool:
     return not device.is_stuck() and found == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(SEEDS, st.sampled_from([False, False, False, True]))
 def test_messages_are_what_was_computed(seed: int, announcing: bool) -> None:
     """Also those of the first steps, which are announced."""
