@@ -6,7 +6,8 @@ Figures of a layer are worked out from the sizes below: weights and gradients in
 (12 bytes a weight); or LoRA over packed NF4, of 0.53 bytes a weight, whose backward computes gradients of inputs alone.
 Devices compute as fast as `--flops`, a share of a card's peak that training reaches. Cards send each other 25 GB/s, and
 plans have 92 % of their memory. A step trains on `--tokens` tokens, in microbatches of a sequence. `above`: how far the
-step is above the longest of a rank's computation, and of its link to the host in one direction.
+step is above the longest of a rank's computation, and of its link to the host in one direction. `order`: the group of
+microbatches, where there are several; gradients that come back for the next group are not in `GB in / out`.
 """
 
 import sys
@@ -81,7 +82,7 @@ def profile(model: Model, flops: float, *, lora: bool) -> Profile:
 
 
 def moved_bytes(plan: Plan, measured: Profile, copies: float) -> tuple[float, float]:
-    """What comes to the busiest device in a step, and what leaves it."""
+    """What comes to the busiest device in a step, and what leaves it; without gradients that groups add to again."""
     made = planned_schedule(plan, measured)
     come, gone = [], []
     for rank, row in enumerate(made.step(0)):
