@@ -33,8 +33,12 @@ pytest.register_assert_rewrite("support.outcome_comparisons", "support.training"
 # On a busy machine the generation of inputs is slow too, which is no fault of the code.
 # The suite draws the same inputs every time, so that no change fails for a draw that has nothing to do with it;
 # ./scripts/fuzz draws anew.
-settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fuzz", settings.get_profile("suite"), derandomize=False, print_blob=True, database=None)
+settings.register_profile(
+    "suite", derandomize=True, max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fuzz", settings.get_profile("suite"), derandomize=False, max_examples=100, print_blob=True, database=None
+)
 settings.load_profile(os.environ.get("PENSTOCK_DRAWS", "suite"))
 PROCESS_FIXTURES = frozenset({"fork_server", "pool", "wheel"})
 

@@ -231,7 +231,7 @@ def outcome_of(loop: DrawnLoop) -> str:
 def test_random_loops_train_with_the_numbers_of_a_plain_loop_or_are_refused() -> None:
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(drawn_loops())
     def train(loop: DrawnLoop) -> None:
         outcomes[outcome_of(loop)] += 1

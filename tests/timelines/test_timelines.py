@@ -386,7 +386,7 @@ def test_svg_of_64_ranks_and_128_microbatches_is_small(tmp_path: Path) -> None:
     assert min(after - before for before, after in pairwise(rows)) >= 18
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 3)), min_size=1, max_size=40))
 def test_merging_of_narrow_bars_covers_what_they_cover(lengths: list[tuple[float, float]]) -> None:
     """In a crowded picture the path of a colour covers every bar, and little that is none."""

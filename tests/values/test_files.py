@@ -14,7 +14,7 @@ transformers = st.builds(
 )
 
 
-@settings(max_examples=350)
+@settings(max_examples=100)
 @given(st.one_of(profiles(), plans(), clusters(), transformers))
 def test_a_file_gives_back_what_was_saved(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "value"

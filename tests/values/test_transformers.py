@@ -37,7 +37,7 @@ def test_parameters_are_those_of_the_thesis(layers: int, hidden: int, heads: int
     assert abs(found - billions) <= (0.05 if billions > 10 else 0.005)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SHAPES)
 def test_parameters_are_equation_4_3(model: Transformer) -> None:
     layers, h, s, vocabulary = model.layers, model.hidden, model.sequence, model.vocabulary
@@ -45,7 +45,7 @@ def test_parameters_are_equation_4_3(model: Transformer) -> None:
     assert isclose(model.parameters, 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocabulary + s) / (12 * layers * h)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.integers(1, 4096))
 def test_operations_are_equation_4_2(model: Transformer, batch: int) -> None:
     layers, h, s, vocabulary = model.layers, model.hidden, model.sequence, model.vocabulary
@@ -57,7 +57,7 @@ def test_operations_are_equation_4_2(model: Transformer, batch: int) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(1, 64))
 def test_operations_are_those_of_the_matrices_one_by_one(model: Transformer, batch: int) -> None:
     h, s, size = model.hidden, model.sequence, model.hidden // model.heads
