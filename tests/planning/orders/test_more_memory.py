@@ -11,7 +11,7 @@ import pytest
 from penstock import Cluster, LayerProfile, Plan, PlanError, Profile
 from penstock.planning import find_order
 from penstock.planning.orders.judged_stages import JudgedStages
-from penstock.planning.orders.ladder import ladder
+from penstock.planning.orders.ladder import limits_of
 from penstock.simulating import evaluate
 from support.limited_problems import SHARES, limited_problem
 from support.paper_plans import language_model
@@ -83,4 +83,4 @@ def test_limits_of_a_ladder_let_one_more_microbatch_in() -> None:
     profile = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, 0.0, 3.0, 0.0) for k in range(2)), 1)
     stages = JudgedStages(Plan.uniform(2, 2, microbatches=8), profile, Cluster.uniform(2, 1e9), {})
 
-    assert ladder(stages)[-5:] == (3.0, 6.0, 9.0, 15.0, 24.0)
+    assert limits_of(stages)[-5:] == (3.0, 6.0, 9.0, 15.0, 24.0)

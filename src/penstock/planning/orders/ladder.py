@@ -28,7 +28,7 @@ _SELDOM, _DENSE = 3, 150
 """Under every third limit moves begin anew. Limits are left out where orders have more than 150 operations."""
 
 
-def ladder(stages: JudgedStages) -> tuple[float, ...]:
+def limits_of(stages: JudgedStages) -> tuple[float, ...]:
     """The limits of a rank's bytes under which orders are sought, ascending.
 
     On each rank one more microbatch fits from some limit on; of such limits that lie close together the last is
@@ -62,7 +62,7 @@ def ladder(stages: JudgedStages) -> tuple[float, ...]:
 def rungs_of(search: LimitedSearch, stages: JudgedStages) -> list[LimitedSearch]:
     """The searches for `stages` under each limit of their ladder below this one, and under this one, ascending."""
     least = min(search.limits)
-    rungs = [rung for rung in ladder(stages) if rung * ROUNDING < least] if len({*search.limits}) == 1 else []
+    rungs = [rung for rung in limits_of(stages) if rung * ROUNDING < least] if len({*search.limits}) == 1 else []
     return [
         LimitedSearch(stages, limits) for limits in (*((rung,) * len(search.limits) for rung in rungs), search.limits)
     ]
