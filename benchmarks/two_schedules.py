@@ -5,7 +5,7 @@
 Both schedules train the same GPT on the same minibatch, in turn. Of the steps of each that with the median length is
 drawn. It takes half a minute. The picture has light and dark colors, by the setting of the reader.
 
-    python benchmarks/two_schedules.py --compile --size small > benchmarks/results/compiled-halves.txt
+    python benchmarks/two_schedules.py --compile --size medium > benchmarks/results/compiled-halves.txt
 
 prints the median seconds of a step instead, of both schedules as they are and compiled by Inductor: whole stages under
 the first one, and each layer under the second one, which splits backwards.
