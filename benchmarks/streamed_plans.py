@@ -39,7 +39,7 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Of a layer: queries and outputs, keys and values, and three matrices of the inner width."""
+        """The weights of a layer: queries and outputs, keys and values, and three matrices of the inner width."""
         return 2 * self.hidden**2 + 2 * self.hidden * self.shared + 3 * self.hidden * self.wide
 
 
