@@ -118,12 +118,12 @@ class HostCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """An event: all of these are done."""
+    """An event: all of these are done, and none has failed."""
 
     futures: Sequence["Future[None]"]
 
     def query(self) -> bool:
-        return all(future.done() for future in self.futures)
+        return all(future.done() and future.exception() is None for future in self.futures)
 
     def synchronize(self) -> None:
         """Raises what went wrong with the copies."""

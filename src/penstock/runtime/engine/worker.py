@@ -204,8 +204,8 @@ class Worker:
                     hook(self.rank, self._batch, action)
             if self._forwards.offloads.leaving and isinstance(action, _COMPUTATIONS):
                 self._forwards.offloads.begin_computation()
-            if self._coming and action.stage in self._coming and isinstance(action, _READING):
-                self._coming.pop(action.stage).arrive()
+            if self._residences and isinstance(action, _READING):
+                self._await_weights(action.stage)
             if self._labels:
                 with record_function(trace_label(str(action))):
                     lasted = carry_out(self, action)
@@ -229,6 +229,13 @@ class Worker:
                 executor.recompute(action.microbatch)
             case _:
                 assert_never(action)
+
+    def _await_weights(self, stage: int) -> None:
+        """Has what is computed from now on find the weights of `stage`, if it is streamed."""
+        if stage in self._coming:
+            self._coming.pop(stage).arrive()
+        for residence in self._residences.values():
+            residence.streamed.host.drop_sent()
 
     def _fetch(self, action: Fetch) -> None:
         residence, weights = self._residences[action.stage], self.stages[action.stage].weights

@@ -97,6 +97,11 @@ class HostStates:
         self._leaving = tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1]
         return away
 
+    def drop_sent(self) -> None:
+        """Drops what was sent, if it has been copied by now."""
+        if self._leaving[1].query():
+            self._leaving = NOTHING_STAGED
+
     def bring(self, tensors: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
         """What is at home of `tensors`, and the copies of its memory, which have begun."""
         away = [tensor for tensor in tensors if self.is_home(tensor)]

@@ -8,7 +8,7 @@ if more are to be added to them.
 Laws of this file:
   1. Between steps, in updates and behind a failure weights are at home.
   2. A weight is on the device while one of the stages and replicas of this process that use it has fetched it.
-  3. Memory on the device is kept while it is copied: that of gradients until the next release, or until `settle`.
+  3. Memory on the device is kept while it is copied: that of gradients until the next computation after that.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -95,7 +95,7 @@ class Residence:
     """The residence of one stage of one rank, with the parameters `weights` by name, which are home."""
 
     def __init__(self, streamed: StreamedWeights, weights: Mapping[str, nn.Parameter]) -> None:
-        self._streamed, self._weights = streamed, weights
+        self.streamed, self._weights = streamed, weights
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         self._homes = {name: streamed.host.memory(p.data, p.grad_dtype) for name, p in trained.items()}
         """Of the gradients."""
@@ -105,29 +105,29 @@ class Residence:
 
     def fetch(self, gradients: dict[str, Tensor]) -> None:
         """Starts to bring the weights, and those of `gradients` that are at home."""
-        self._streamed.fetch(self._weights, gradients.values())
+        self.streamed.fetch(self._weights, gradients.values())
         self._aside, self.fetched = gradients, True
 
     def arrive(self) -> None:
         """Has what is computed from now on find them on the device."""
-        self._streamed.arrive([*self._weights.values(), *self._aside.values()])
+        self.streamed.arrive([*self._weights.values(), *self._aside.values()])
         self._aside = {}
 
     def release(self, gradients: Iterable[dict[str, Tensor]]) -> None:
         """Drops the memory of the weights. Starts to move `gradients` home, and has the dicts name them there."""
         self.arrive()
         self.fetched = False
-        self._streamed.release(self._weights.values())
+        self.streamed.release(self._weights.values())
         places = [(held, name) for held in gradients for name, tensor in held.items() if self._is_present(tensor)]
         if places:
             tensors = [dense(held[name].data) for held, name in places]
             homes = [self._home(name, tensor) for (_, name), tensor in zip(places, tensors, strict=True)]
-            for (held, name), sent in zip(places, self._streamed.host.send(tensors, homes), strict=True):
+            for (held, name), sent in zip(places, self.streamed.host.send(tensors, homes), strict=True):
                 held[name] = sent
 
     def settle(self) -> None:
         """Waits until the host may read what is at home."""
-        self._streamed.host.settle()
+        self.streamed.host.settle()
 
     def end(self) -> None:
         """Ends a segment, which may have failed."""
@@ -136,9 +136,9 @@ class Residence:
 
     def _home(self, name: str, gradient: Tensor) -> Tensor:
         if layout_of(self._homes[name]) != layout_of(gradient):
-            self._homes[name] = self._streamed.host.memory(gradient)
+            self._homes[name] = self.streamed.host.memory(gradient)
         return self._homes[name]
 
     def _is_present(self, gradient: Any) -> bool:
         """Whether it is on the device, and dense: others are few rows, which stay."""
-        return gradient.layout is torch.strided and not self._streamed.host.is_home(gradient)
+        return gradient.layout is torch.strided and not self.streamed.host.is_home(gradient)
