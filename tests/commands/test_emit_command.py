@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from penstock.cli import main
-from penstock.fleet import CLUSTERS
+from penstock.fleet.cluster_jobs import CLUSTERS
 from penstock.values import Plan
 
 WORDS = ["train.py", "--text", "two words", "$HOME"]

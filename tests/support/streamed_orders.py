@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
-from penstock.scheduling.actions import Action
+from penstock.scheduling.actions import Action, Fetch, Release
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.written_programs import define_by_programs
@@ -111,8 +111,8 @@ def spoiled(draw: Random, row: Sequence[Action]) -> tuple[Action, ...]:
         return tuple(row)
     place, wrong = draw.choice(places), draw.choice(("drop", "double", "move", "version"))
     action, rest = row[place], [*row[:place], *row[place + 1 :]]
-    if wrong == "version":
-        rest.insert(place, replace(action, version=action.version + draw.choice((1, 2))))  # type: ignore[union-attr]
+    if wrong == "version" and isinstance(action, Fetch | Release):
+        rest.insert(place, replace(action, version=action.version + draw.choice((1, 2))))
     elif wrong != "drop":
         rest.insert(draw.randint(0, len(rest)), action)
         if wrong == "double":

@@ -119,7 +119,7 @@ times_of_stage = st.tuples(*[st.integers(1, 9)] * 3)
     shares=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.5, 1.0])),
     folded=st.booleans(),
     whole=st.booleans(),
-    again=st.integers(0, 3),
+    recomputed=st.integers(0, 3),
 )
 def test_list_orders_are_whole_and_fit(
     stages: list[tuple[int, int, int]],
@@ -128,17 +128,17 @@ def test_list_orders_are_whole_and_fit(
     shares: tuple[float, float],
     folded: bool,
     whole: bool,
-    again: int,
+    recomputed: int,
 ) -> None:
     """Every operation once, in an order that runs, within the limit, also with what backwards recompute; weight parts
     move without the others.
     """
     count = len(stages) - len(stages) % 2 if folded else len(stages)
     ranks = tuple(min(s, count - 1 - s) for s in range(count)) if folded else tuple(range(count))
-    limit += folded + again
+    limit += folded + recomputed
     costs = unit(ranks, microbatches, limit, whole=frozenset(range(count) if whole else ()))
     forward, backward, weight = zip(*stages[:count], strict=True)
-    costs = replace(costs, forward=forward, backward=backward, weight=weight, freed=(-float(again),) * count)
+    costs = replace(costs, forward=forward, backward=backward, weight=weight, freed=(-float(recomputed),) * count)
     rows = list_order(costs, ListRule(*shares), {})
     assert rows is not None
     timed = time_rows(costs, rows)
