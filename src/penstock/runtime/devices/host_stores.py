@@ -106,6 +106,7 @@ _PAGE, _WAIT = mmap.ALLOCATIONGRANULARITY, 7
 """The unit of maps; and the flags of ``sync_file_range`` that have it wait until all is written."""
 _MOST_PAGES = 2**26
 """Bytes that stay in the kernel's memory of what was written, and of what was read."""
+_advise, _NOT_NEEDED = getattr(os, "posix_fadvise", None), getattr(os, "POSIX_FADV_DONTNEED", 0)
 _SYSTEM = ctypes.CDLL(None, use_errno=True)
 _map, _unmap = _SYSTEM.mmap, _SYSTEM.munmap
 # Each map of Python's own keeps a file open.
@@ -196,8 +197,8 @@ class FileStore:
             span = touched.pop()
             if _write_out is None or _write_out(file, *span, _WAIT):
                 os.fsync(file)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, *span, os.POSIX_FADV_DONTNEED)
+            if _advise is not None:
+                _advise(file, *span, _NOT_NEEDED)
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
         slots = [self._slot(tensor.numel()) for tensor in tensors]

@@ -100,6 +100,7 @@ class ReplicaChecksums:
         transport: Transport,
         group: tuple[int, ...],
         rank: int,
+        *,
         stage: int,
         weights: VersionedWeights,
         device: torch.device,
