@@ -17,6 +17,7 @@ A: Any = penstock.Schedule
 PAIRS = Placement(((0, 1), (2, 3)))
 UNEQUAL = Plan((Stage(0, 3, (0, 1)), Stage(3, 4, (2,))), "pipedream", 2, vertical_sync=True)
 FOLDED = Placement(((0, 1), (2,), (2,), (0, 1)))
+BOTH = frozenset({0, 1})
 TIE = "expected two or more different stages of 0 to 2, ascending"
 SKIP = "with other stages between the two"
 CSV = "expected one that flushes, without replicas"
@@ -67,6 +68,10 @@ REFUSALS = [
     (streams({0, 1}, recomputed=frozenset({1})), "expected stages that recompute, found stage 0, which does not"),
     (streams({0, 1}, ties=((1, 2),)), "stage 1 shares weights with another stage, and shared weights stay"),
     (streams({0}, "pipedream"), "expected a schedule that flushes, whose stages have one version of the weights"),
+    (
+        lambda: A.placed("v-half", Placement(((0, 1, 2),) * 2), 2, recomputed=BOTH, streamed=BOTH),
+        "streamed: expected a microbatch for each of the 3 replicas of stage 0, since backwards are split, found 2",
+    ),
     (ties(0), TIE),
     (ties(2, 0), TIE),
     (ties(0, 0), TIE),

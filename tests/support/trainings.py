@@ -264,6 +264,10 @@ class Training:
         most = (9 if made.ragged else 16) // max(replicas) if made.split else made.microbatches
         made = replace(made, microbatches=min(made.microbatches, most))
         made = replace(made, microbatches=made._allowed_microbatches())
+        counts = (made.microbatches, *(made.other_counts if made.varies else ()))
+        if made.schedule in IN_PARTS and min(counts) < max(replicas, default=0):
+            # Each replica needs a microbatch.
+            made = replace(made, residence="device")
         if made.saves:
             made = replace(made, drains=(), ragged=False)
         if made.varies and not made.other_counts:

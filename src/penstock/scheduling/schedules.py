@@ -493,6 +493,16 @@ def _check_streamed(schedule: Schedule) -> None:
             f"{where}: stage {tied[0]} shares weights with another stage, and shared weights stay on the device; leave "
             "it out, untie the weights, or put the layers that share them into one stage"
         )
+    placement = schedule.placement
+    for stage in sorted(streamed) if schedule.guarantees.splits and not placement.split else ():
+        several = len(placement.stages_of(placement.rank_of(stage))) > 1
+        if several and (replicas := placement.replicas(stage)) > schedule.microbatches:
+            # A replica without one would not know in which order the others end the backwards of their stages.
+            raise ScheduleError(
+                f"{where}: expected a microbatch for each of the {replicas} replicas of stage {stage}, since backwards "
+                f"are split, found {schedule.microbatches}; give microbatches={replicas} or more, or choose "
+                f"{names_of(lambda each: each.for_streams)!r}"
+            )
 
 
 def _check_count(name: str, value: int) -> None:
