@@ -324,7 +324,7 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
         if streamed:
             yield (
                 f"host_bandwidth of the cluster, with which weights can stay on the host (for {_wording(streamed[0])}; "
-                "penstock probe measures it)"
+                "penstock probe measures it, and on a CPU it is that of the directory offload_to=)"
             )
 
 
