@@ -359,12 +359,20 @@ class Pipeline:
         if self._own_stages.modules and self.plan.ranks > self.plan.tensor_parallel:
             found = "the layers are spread over processes: expected one stage without replicas. Measure with stages=1"
             raise PenstockError(f"{found} on tensor_parallel processes, or before: penstock.profile(model, sample)")
+        if self._has_weights_away:
+            found = "weights of streamed stages are on the host: expected all on the device that is measured"
+            raise PenstockError(f"{found}. Measure before the pipeline is built: penstock.profile(model, sample)")
         sample, recipe = self._options.model.sample, self._options.recipe
         measured = partial(
             profile_layers, self._chain, sample, optimizer=recipe.optimizer, wire_dtype=recipe.wire_dtype
         )
         with old_numbers(self._options.model.model):
             return measured(autocast=recipe.autocast, iterations=iterations, warmup=warmup, progress=progress)
+
+    @property
+    def _has_weights_away(self) -> bool:
+        """Whether the device has not all weights of this process between steps."""
+        return bool(self.plan.streaming) and self._device.type != "cpu"
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -406,7 +414,9 @@ class Pipeline:
             self._engine.calls.announce(f"step after a change of {change.name}", (), self._engine.trained, None)
         model = self._options.model
         with self._guarded("capturing the model again", harmless=True), refused(change), old_numbers(model.model):
-            refuse_unfollowed(change, self._own_stages, weightless=model.init_fn is not None)
+            refuse_unfollowed(
+                change, self._own_stages, weightless=model.init_fn is not None, away=self._has_weights_away
+            )
             with self._chain.reads.modes_as_read():
                 captured = capture_for_training(self._world, self._options)
             plan, chain = refit(self.plan, self._chain, captured.chain)

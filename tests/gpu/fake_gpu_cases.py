@@ -127,6 +127,8 @@ def test_streamed_stages_read_nothing(
         pipe.evaluate(*batch())
         pipe.predict(batch()[0])
     assert not [wait for wait in waits if "reads" in wait]
+    with pytest.raises(penstock.PenstockError, match="weights of streamed stages are on the host: expected all on"):
+        pipe.measure()
     pipe.close()
 
 

@@ -79,9 +79,9 @@ def refused(change: Change) -> Iterator[None]:
         ) from error
 
 
-def refuse_unfollowed(change: Change, own: ParallelStages, *, weightless: bool) -> None:
+def refuse_unfollowed(change: Change, own: ParallelStages, *, weightless: bool, away: bool) -> None:
     """Raises `PenstockError` for a `change` after which the model is not captured again. `weightless`: its weights were
-    made by ``init_fn=``.
+    made by ``init_fn=``. `away`: some are not on the device between steps.
     """
     if change.key == "training":
         raise PenstockError(
@@ -89,9 +89,10 @@ def refuse_unfollowed(change: Change, own: ParallelStages, *, weightless: bool) 
             f"model.train({change.before[1]}) before step(); evaluate() and predict() run in evaluation mode whatever "
             "the model is in"
         )
-    if own.modules or weightless:
-        option = "parallelize=" if own.modules else "init_fn="
-        raise PenstockError(f"Expected no change, since {option} has made the modules of stages. Build a new Pipeline")
+    if own.modules or weightless or away:
+        made = f"{'parallelize=' if own.modules else 'init_fn='} has made the modules of stages"
+        why = made if own.modules or weightless else "weights of streamed stages are on the host, and capture runs them"
+        raise PenstockError(f"Expected no change, since {why}. Build a new Pipeline")
 
 
 def _unfit(why: str) -> PenstockError:
