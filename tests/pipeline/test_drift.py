@@ -243,6 +243,8 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "check": ({"check": "off"}, {}),
     "resume": ({"resume": "run"}, {}),
     "save_frozen": ({"save_frozen": False}, {}),
+    "shard_optimizer": ({"shard_optimizer": True}, {}),
+    "memory_bytes": ({"plan": "auto", "memory_bytes": 1e9}, {"plan": "auto"}),
 }
 """By option: the arguments of rank 0, and those of the others."""
 

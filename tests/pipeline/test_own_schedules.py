@@ -144,7 +144,7 @@ def test_a_plan_keeps_its_name(tmp_path: Path) -> None:
         Plan.load(path)
     assert str(unknown.value) == (
         f"{path}: schedule: expected one of gpipe, 1f1b-flush, interleaved, spp, zb-h1, zb-v, v-half, v-min, "
-        f"pipedream, 2bw, found "
+        f"breadth-first, pipedream, 2bw, found "
         "'late'. Choose one of them, or if it is a schedule of your own give its definition: "
         "Plan.load(path, schedule=...)"
     )

@@ -85,7 +85,9 @@ def test_a_signal_to_one_rank_has_all_save_one_step_and_leave(number: int, tmp_p
     assert outcome.codes == [[128 + number] * 3, [0] * 3]
     assert outcome.left == []
     (saved,) = steps_in(directory / "checkpoints")
-    first = json.loads((directory / "attempt-1-rank-0.log").read_text().splitlines()[0])
+    resumed, *lines = (directory / "attempt-1-rank-0.log").read_text().splitlines()
+    assert resumed.endswith(f"the training goes on after step {saved[0]}")
+    first = json.loads(lines[0])
     assert first["step"] == saved[0] + 1 > 5
     assert outcome.result["digest"] == digest_of(job, tmp_path / "whole")
 

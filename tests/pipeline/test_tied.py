@@ -50,7 +50,8 @@ def test_stages_that_update_behind_every_microbatch_may_not_share() -> None:
     assert str(caught.value) == (
         "weights are shared across stages: transformer.wte.weight (stages 0, 2). Under 'pipedream' every stage updates "
         "at its own time, so the copies would drift apart. Use a flushing schedule (gpipe, 1f1b-flush, interleaved, "
-        "spp, zb-h1, zb-v, v-half, v-min) or 2bw, untie the weights, or plan the layers that share them into one stage"
+        "spp, zb-h1, zb-v, v-half, v-min, breadth-first) or 2bw, untie the weights, or plan the layers that share "
+        "them into one stage"
     )
 
 

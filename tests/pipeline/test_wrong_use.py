@@ -134,7 +134,9 @@ PIPELINES = [
     option(optimizer=lambda parameters: [parameters])("a torch.optim.Optimizer, or several"),
     option(optimizer=lambda parameters: [sgd(parameters), sgd(parameters[:1])])("found 0.weight in two"),
     option(optimizer=lambda parameters: Unfit(parameters, lr=0.1))("Unfit", "closure"),
-    option(optimizer=lambda parameters: ZeroRedundancyOptimizer(parameters))("of this process alone", "fully_shard"),
+    option(optimizer=lambda parameters: ZeroRedundancyOptimizer(parameters))(
+        "of this process alone", "shard_optimizer=True"
+    ),
     option(lr_scheduler=StepLR(sgd(build().parameters()), 1))("takes (optimizer)", "StepLR"),
     option(lr_scheduler=StepLR)("takes (optimizer)", "StepLR"),
     option(lr_scheduler=lambda optimizer: None)("nothing", "StepLR"),

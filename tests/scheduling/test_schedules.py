@@ -48,7 +48,8 @@ def test_text() -> None:
     assert (
         repr(made)
         == "Schedule(method='pipedream', ranks=2, microbatches=1, stages_per_rank=1, vertical_sync=False, ties=(), "
-        "replicated=None, norms=False, skips=(), recomputed=frozenset(), continued=False)"
+        "replicated=None, norms=False, skips=(), recomputed=frozenset(), streamed=frozenset(), places=2, "
+        "continued=False, gathers=False)"
     )
     assert str(made) == (
         "pipedream: 2 ranks, 2 stages, 1 microbatch a minibatch; 3 minibatches:\n"

@@ -53,7 +53,7 @@ def test_imbalance_and_an_all_reduce() -> None:
 
     hidden = find_losses(plan, profile, Cluster.uniform(3, 4.0))
     assert hidden.parts == pytest.approx(
-        dict(computation=8, bubble=5, imbalance=1, all_reduce=0, transfer=0, latency=0, handling=0, start=0)
+        dict(computation=8, bubble=5, imbalance=1, all_reduce=0, transfer=0, latency=0, handling=0, host=0, start=0)
     )
     shown = find_losses(plan, profile, Cluster.uniform(3, 4.0), overlap_reduce=False)
     assert shown.parts == pytest.approx(hidden.parts | {"all_reduce": 3})

@@ -214,8 +214,11 @@ def test_trace_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote"),
-        ('{"traceEvents": 3}', "expected a trace with `traceEvents`: give a file that Timeline.save_trace wrote"),
+        ("[]", "expected a trace with `traceEvents`, found nothing: give a file that Timeline.save_trace wrote"),
+        (
+            '{"traceEvents": 3}',
+            "expected a trace with `traceEvents`, found 3: give a file that Timeline.save_trace wrote",
+        ),
         ('{"traceEvents": [{"ph": "X", "pid": 0, "ts": 1, "dur": 1, "args": {}}]}', "KeyError: 'action'"),
         ('{"traceEvents": [{"ph": "C", "pid": 0, "ts": 1, "args": {"weight": 1}}]}', "KeyError: 'optimizer'"),
     ],

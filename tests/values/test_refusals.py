@@ -90,7 +90,7 @@ PLANS = [
     (lambda: Cluster.uniform(2, 1e9).bandwidth(0, 2), "rank 2 is not in this cluster: expected 0 to 1"),
     (lambda: Cluster.from_matrix([[1, 1], [1, 1]]).levels, "have no levels: use bandwidth"),
     (lambda: Cluster.uniform(2, 1e9).pick((1, 1)), "each once"),
-    (lambda: replace(Cluster.uniform(2, 1e9), host_bandwidth=0), "host_bandwidth: expected a finite number above 0"),
+    (lambda: replace(Cluster.uniform(2, 1e9), host_bandwidth=0), "host_bandwidth: expected a number above 0"),
     (lambda: Transformer(0, 8, 2), "^layers: expected"),
     (lambda: Transformer(2, 9, 2), "^heads: expected"),
     (lambda: A.Transformer(2, 8, 2.0), "^heads: expected"),

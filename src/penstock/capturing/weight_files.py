@@ -28,7 +28,7 @@ from penstock.capturing.preservation import SavedBuffers
 from penstock.errors import CheckpointError, PenstockError, visible
 from penstock.torch_internals.subclasses import packed, packs
 from penstock.torch_internals.tensors import times_written
-from penstock.values.documents import read_json
+from penstock.values.documents import INDEX_KIND, read_json
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """The name in the files for a name in the model: a function, or regular expressions and what replaces them."""
@@ -324,7 +324,8 @@ def read_index(index: Path) -> dict[str, str]:
         if not isinstance(found, str) or Path(found).name != found or len(found) > 255:
             raise CheckpointError(
                 f"{index}: expected a JSON object whose weight_map has the name of a file beside it for each tensor, "
-                f"found {document.kind or text_of(found)}. Download it again, or remove it"
+                f"found {text_of(found) if document.kind in ('', INDEX_KIND) else document.kind}. Download it again, "
+                "or remove it"
             )
     return dict(places) if isinstance(places, dict) else {}
 

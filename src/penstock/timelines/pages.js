@@ -7,7 +7,7 @@
   const pen = canvas.getContext("2d");
   const AXIS = 24, HEAD = 26, LEFT = 76, RIGHT = 92;
   const BARS = [5, 7, 9, 12, 16, 20, 26, 34, 46, 62, 84];
-  const NAMES = { F: "forward", C: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send", H: "send", D: "send" };
+  const NAMES = { F: "forward", C: "forward", B: "backward", I: "backward", W: "weight", U: "update", A: "reduce", S: "send", T: "send", N: "send", H: "send", D: "send", G: "send", Q: "send" };
   const kindsOf = (wanted) => Object.keys(NAMES).filter((kind) => wanted(NAMES[kind])).join("");
   const SENDS = kindsOf((name) => name === "send"), BUSY = kindsOf((name) => name !== "send");
   const SHADED = kindsOf((name) => ["forward", "backward", "weight"].includes(name));

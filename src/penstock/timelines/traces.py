@@ -139,7 +139,8 @@ def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemor
     found = document.value.get("traceEvents") if isinstance(document.value, dict) else None
     if not isinstance(found, list):
         raise ScheduleError(
-            f"{path}: expected a trace with `traceEvents`, found {document.kind or 'another file'}: give a file that "
+            f"{path}: expected a trace with `traceEvents`, found "
+            f"{text_of(found) if document.kind in ('', 'a trace') else document.kind}: give a file that "
             "Timeline.save_trace wrote"
         )
     spans: list[Span] = []

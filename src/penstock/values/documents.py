@@ -134,10 +134,11 @@ class YamlNode:
 
 
 _OTHER_KIND = "give another file, or exchange it with another argument"
+INDEX_KIND = "an index of weights"
 _KINDS = (
     (r"""^[{\s]*["']?format["']?\s*:\s*["']?penstock-([a-z-]+?)[-/]\d""", ""),
     ('"traceEvents":', "a trace"),
-    ('"weight_map":', "an index of weights"),
+    ('"weight_map":', INDEX_KIND),
     (r"^node\d+ -- ", "a graph of PipeDream's profiler"),
     (r"^seconds,kind,price", "prices over time"),
     (r"^(from|import|def) ", "a Python file"),

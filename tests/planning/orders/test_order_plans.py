@@ -76,8 +76,8 @@ def test_the_command_prints_a_frontier(tmp_path: Path, capsys: pytest.CaptureFix
     assert "of 1f1b-flush" in lines[0]
     assert Plan.load(tmp_path / "plan.yaml.1").microbatches == 4
     assert len(list(tmp_path.glob("plan.yaml.*"))) == len(lines) - 1
-    assert main([*given, "--frontier", "--straight"]) == 1
-    assert "--frontier and straight: expected one of them at most" in capsys.readouterr().err
+    assert main([*given, "--frontier", "--stages", "2"]) == 1
+    assert "--frontier and stages: expected one of them at most" in capsys.readouterr().err
     assert main([*given, "--svg", "all.svg"]) == 1
     assert "--svg: expected --frontier with it" in capsys.readouterr().err
     check_picture((tmp_path / "all.svg").read_text(), [line.split() for line in lines[1:]])

@@ -297,7 +297,7 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
     executor.saved_tensors(0).offload(2)
 
-    with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for {ROW} bytes there, found"):
+    with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for \\d+ bytes there, found"):
         executor.saved_tensors(0).reload()
     offloads.store.close()
 
