@@ -256,6 +256,8 @@ InputGradients: TypeAlias = Backward | BackwardInput
 WeightGradients: TypeAlias = Backward | BackwardWeight
 """The actions that end the backward of a microbatch: the gradients of its stage's weights are complete then."""
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Update
+WeightReading: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Recompute
+"""What computes with the weights of its stage, of one version."""
 HostCopy: TypeAlias = Offload | Reload
 WeightMove: TypeAlias = Fetch | Release
 Sending: TypeAlias = Send | SendTied | SendNorms

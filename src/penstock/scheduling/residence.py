@@ -21,21 +21,14 @@ from dataclasses import dataclass
 
 from penstock.scheduling.actions import (
     Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Fetch,
-    Forward,
     Receive,
-    Recompute,
     Reduce,
     Release,
     Send,
     WeightGradients,
+    WeightReading,
 )
-
-_COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight, Recompute)
-"""What reads weights."""
 
 
 @dataclass(slots=True)
@@ -106,7 +99,7 @@ def _find_visits(row: Sequence[Action], streamed: frozenset[int]) -> list[_Visit
     visits: list[_Visit] = []
     stop = 0
     for place, action in enumerate(row):
-        if not isinstance(action, _COMPUTES) or action.stage not in streamed:
+        if not isinstance(action, WeightReading) or action.stage not in streamed:
             continue
         if not visits or visits[-1].stage != action.stage:
             start = place

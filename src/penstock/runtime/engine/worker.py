@@ -58,14 +58,13 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    WeightReading,
 )
 from penstock.scheduling.schedules import Schedule
 from penstock.timelines.spans import trace_label
 from penstock.torch_internals.autograd import is_profiling
 
 _COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
-_READING = (*_COMPUTATIONS, Recompute)
-"""What reads weights."""
 _WAITING = (Receive, ReceiveTied, ReceiveNorms, Reduce)
 """What may wait for another rank."""
 
@@ -204,7 +203,7 @@ class Worker:
                     hook(self.rank, self._batch, action)
             if self._forwards.offloads.leaving and isinstance(action, _COMPUTATIONS):
                 self._forwards.offloads.begin_computation()
-            if self._residences and isinstance(action, _READING):
+            if self._residences and isinstance(action, WeightReading):
                 self._await_weights(action.stage)
             if self._labels:
                 with record_function(trace_label(str(action))):

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.scheduling.actions import (
-    Backward,
     BackwardInput,
-    BackwardWeight,
     Fetch,
     Forward,
     Recompute,
@@ -20,6 +18,7 @@ from penstock.scheduling.actions import (
     Release,
     Update,
     WeightMove,
+    WeightReading,
 )
 from penstock.scheduling.direct_backwards import find_direct
 from penstock.scheduling.verification.stage_invariants import KINDS, Row
@@ -67,7 +66,7 @@ class _Device:
                 self._move(action)
             elif stage not in self._streamed:
                 continue
-            elif isinstance(action, Forward | Backward | BackwardInput | BackwardWeight | Recompute):
+            elif isinstance(action, WeightReading):
                 self._compute(action)
             elif isinstance(action, Reduce) and stage in self._summing and stage not in self._resident:
                 self._fail(_SUMS, f"it before the release of stage {stage}", "let with_residence() place the sums")
@@ -103,7 +102,7 @@ class _Device:
             self._fail(_WEIGHTS, expected, f"fetch version {self._made[stage]}")
         resident[stage] = version
 
-    def _compute(self, action: Forward | Backward | BackwardInput | BackwardWeight | Recompute) -> None:
+    def _compute(self, action: WeightReading) -> None:
         stage, key = action.stage, (action.stage, action.microbatch)
         if self._resident.get(stage) != action.version:
             expected = f"a fetch of version {action.version} of stage {stage} before, and no release since"
