@@ -113,6 +113,8 @@ class Worker:
         """What is left of it."""
         self._microbatches: dict[int, Microbatch] = {}
         self._residences = {index: stage.residence for index, stage in stages.items() if stage.residence is not None}
+        self._home = updater.host if self._residences else None
+        """Has the weights and gradients of streamed stages while they are not here."""
         self._coming: dict[int, Residence] = {}
         """The stages whose weights are on their way to the device."""
         self._read_modules()
@@ -233,8 +235,8 @@ class Worker:
         """Has what is computed from now on find the weights of `stage`, if it is streamed."""
         if stage in self._coming:
             self._coming.pop(stage).arrive()
-        for residence in self._residences.values():
-            residence.streamed.host.drop_sent()
+        if self._home is not None:
+            self._home.drop_sent()
 
     def _fetch(self, action: Fetch) -> None:
         residence, weights = self._residences[action.stage], self.stages[action.stage].weights
@@ -330,8 +332,8 @@ class Worker:
         self.gradients.add_tied(action.stage, action.version, action.source, received)
 
     def _send_norms(self, action: SendNorms) -> None:
-        for residence in self._residences.values():
-            residence.settle()
+        if self._home is not None:
+            self._home.settle()
         self._mailbox.send_values(action, self.gradients.norm_vectors(action.stage, action.version, action.target))
 
     def _receive_norms(self, action: ReceiveNorms) -> None:
@@ -347,8 +349,8 @@ class Worker:
     def _update(self, action: Update) -> Lasted:
         stage, version = action.stage, action.version
         weights, order = self.stages[stage].weights, self.stages[stage].order
-        for residence in self._residences.values():
-            residence.settle()
+        if self._home is not None:
+            self._home.settle()
         gradients, skipped = self.gradients.for_update(stage, version)
         with nullcontext() if order is None else order.making(version, gradients):
             if self.snapshots.present is not None:

@@ -125,10 +125,6 @@ class Residence:
             for (held, name), sent in zip(places, self.streamed.host.send(tensors, homes), strict=True):
                 held[name] = sent
 
-    def settle(self) -> None:
-        """Waits until the host may read what is at home."""
-        self.streamed.host.settle()
-
     def end(self) -> None:
         """Ends a segment, which may have failed."""
         if self.fetched:
