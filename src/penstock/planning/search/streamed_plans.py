@@ -14,9 +14,10 @@ from penstock.errors import PlanError, ScheduleError
 from penstock.planning.predictions import prediction_of, speed_of
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.plan_search import SearchResult, judge_plan, rank_plans
-from penstock.scheduling.actions import Backward, Forward, Update
-from penstock.scheduling.definitions import ScheduleDefinition
+from penstock.scheduling.actions import Update
+from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition, Step
 from penstock.scheduling.orders import METHODS
+from penstock.scheduling.placements import Placement
 from penstock.scheduling.verification.verifier import verify
 from penstock.scheduling.written_programs import define_by_programs
 from penstock.simulating.outcomes import evaluate
@@ -158,16 +159,12 @@ def _definitions(plan: Plan, ranks: int) -> Iterator[ScheduleDefinition]:
 
 
 def _in_groups(stages: int, ranks: int, group: int) -> ScheduleDefinition:
-    """The order that takes the microbatches in groups of `group`, each forward and backward through all stages."""
+    """The order that takes the microbatches in groups of `group`, each as a step of that many would."""
+    shape = PipelineShape(Placement.straight(ranks, stages // ranks), group)
     rows = []
     for rank in range(ranks):
-        held = range(rank, stages, ranks)
-        visits: list[Forward | Backward] = []
-        for stage in held:
-            for microbatch in range(group):
-                visits.append(Forward(stage, microbatch, 0))
-                visits += [Backward(stage, microbatch, 0)] if stage == stages - 1 else []
-        visits += [Backward(stage, k, 0) for stage in reversed(held) if stage < stages - 1 for k in range(group)]
-        updates = [Update(stage, 1, 0) for stage in held]
+        entries = list(_ONCE.order(shape, rank, Step(0)))
+        updates = [entry for entry in entries if isinstance(entry, Update)]
+        visits = [entry for entry in entries if not isinstance(entry, Update)]
         rows.append(" | ".join(" ".join(map(str, part)) for part in ((), visits, updates)))
     return define_by_programs(f"{_ONCE} in groups of {group}", "\n".join(rows))
