@@ -51,7 +51,7 @@ class ClusterJob:
         text: str = yaml.safe_dump(made, sort_keys=False, width=1000)
         return text
 
-    def _agent(self, address: str, run: str, *options: str) -> str:
+    def _agent(self, address: str, run: str) -> str:
         """The command line of torchrun on each host, which meet at `address`, a text for a shell as `run` is."""
         meeting = ["--nnodes", str(self.hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", run]
         where = meeting if self.hosts > 1 else ["--standalone"]
@@ -77,12 +77,7 @@ class ClusterJob:
         name = _plain(self.name).lower()
         # The first pod, by the name that its JobSet gives it.
         agent = shlex.split(self._agent(f"{name}-workers-0-0.{name}:{_PORT}", name))
-        container = {
-            "name": "training",
-            "image": self.image,
-            "command": agent,
-            **self._devices(),
-        }
+        container = {"name": "training", "image": self.image, "command": agent, "resources": self._devices()}
         pod: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": _SAVE_SECONDS}
         pod |= {"nodeSelector": {"penstock/kind": _plain(self.device)}} if self.device else {}
         job: dict[str, Any] = {"completionMode": "Indexed", "parallelism": self.hosts, "completions": self.hosts}
@@ -96,7 +91,7 @@ class ClusterJob:
         """The runtime says to torchrun in ``PET_*`` variables where the hosts meet."""
         trainer: dict[str, Any] = {"numNodes": self.hosts, "numProcPerNode": self.per_host}
         trainer |= {"image": self.image} if self.image else {}
-        trainer |= {"command": ["torchrun", *self.words], "resourcesPerNode": self._devices()["resources"]}
+        trainer |= {"command": ["torchrun", *self.words], "resourcesPerNode": self._devices()}
         spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
         name = _plain(self.name).lower()
         return {
@@ -117,7 +112,7 @@ class ClusterJob:
         return {**task, "run": run}
 
     def _devices(self) -> dict[str, Any]:
-        return {"resources": {"limits": {"nvidia.com/gpu": self.per_host}}}
+        return {"limits": {"nvidia.com/gpu": self.per_host}}
 
 
 def _plain(name: str) -> str:

@@ -178,10 +178,8 @@ def schedule_plan(chosen: Plan, chain: LayerChain, options: PipelineOptions, wor
     _check_split_backwards(schedule, granularities)
     _check_offloads(schedule, granularities)
     _check_wire_dtype(options.recipe, plan, chain)
-    local, on_host = (
-        world.local(schedule.ranks, plan.tensor_parallel),
-        options.plan.state_on_host or bool(plan.streamed),
-    )
+    local = world.local(schedule.ranks, plan.tensor_parallel)
+    on_host = options.plan.state_on_host or bool(plan.streamed)
     return ScheduledPlan(plan, schedule, granularities, local, on_host)
 
 

@@ -4,7 +4,7 @@
     penstock: this was action 1F0@0 of rank 1; stage 1 holds the layers 2 to 3 ...
       train.py, line 22, in <module>: pipe.step(x, y)
       model.py, line 12, in forward: return self.out(x)
-    the whole traceback: /tmp/penstock-rank-1-x2kd81.txt
+    the whole traceback: penstock-rank-1-x2kd81.txt, in the folder for temporary files
 
 A rank whose error repeats that of another one prints one line. With ``PENSTOCK_TRACEBACK=full``, and where the process
 has a hook of its own for uncaught errors, nothing of this is done.
