@@ -125,7 +125,6 @@ class Engine:
         if not self._minibatch:
             self._updater.read_rates()
         if self._late is not None:
-            # A receive that a broken connection has ended leaves any numbers, which may make a loss that is not finite.
             self.transport.check()
             self._late.check()
         compared = self._checksums if self._checksums and self._schedule.flushes and self.calls.compares_weights else ()
@@ -387,6 +386,10 @@ class Engine:
                                 progress |= advance()
                     # The verifier has proved that some rank can always go on.
                     assert not any([worker.left for worker in workers]), "deadlock in a verified schedule"
+            except Exception:
+                # A receive that a broken connection has ended leaves any numbers, of which anything may complain.
+                self.transport.check()
+                raise
             finally:
                 timings = list[ActionTiming]()
                 for worker in workers:
