@@ -9,8 +9,9 @@ without a limit, trains the same model all in memory: the losses must be the sam
 kernel killed the first one.
 
 `plan`: the bytes that the simulator predicts, and the seconds of a step, from a profile of the model in this process
-and from the speed of the disk, which is measured as the runtime uses it. `held`: the most memory of the process that is
-no page of a file, beyond what it held before the model, sampled; the pages of files are in the limit, too.
+and from the speed of the disk, which is measured as the runtime uses it, under the same limit. `base`: what a process
+holds after the training of a smaller model with layers of the same width. `held`: the most memory beyond it that is no
+page of a file, sampled; the pages of files are in the limit, too.
 """
 
 import argparse
@@ -143,8 +144,11 @@ def sampled(found: dict[str, int]) -> Iterator[None]:
 def work(options: argparse.Namespace) -> None:
     """One training, in a process of its own."""
     torch.set_num_threads(1)
+    if options.disk:
+        options.worker.write_text(json.dumps({"bandwidth": disk_bandwidth(options)}))
+        return
     # What libraries make once is in the base.
-    small = argparse.Namespace(**{**vars(options), "width": 64, "blocks": 4, "layers": 7, "steps": 1})
+    small = argparse.Namespace(**{**vars(options), "blocks": 2, "layers": 5, "steps": 1})
     train(small, streamed=options.limit is not None)
     gc.collect()
     found: dict[str, int] = {"base": anonymous_bytes()}
@@ -153,10 +157,10 @@ def work(options: argparse.Namespace) -> None:
     options.worker.write_text(json.dumps({**found, "losses": losses, "seconds": seconds}))
 
 
-def launch(options: argparse.Namespace, folder: Path, limit: int | None) -> dict[str, Any] | None:
-    """What the process found; None if the kernel killed it."""
+def launch(options: argparse.Namespace, folder: Path, limit: int | None, *added: str) -> dict[str, Any] | None:
+    """What the process found, with the options `added`; None if the kernel killed it."""
     report, group = folder / f"{limit}.json", CONTROLLER / f"penstock-{os.getpid()}"
-    command = [sys.executable, __file__, "--worker", report]
+    command = [sys.executable, __file__, "--worker", report, *added]
     for name in ("width", "blocks", "layers", "steps", "directory"):
         command += [f"--{name}", getattr(options, name)]
     if limit is not None:
@@ -174,18 +178,20 @@ def launch(options: argparse.Namespace, folder: Path, limit: int | None) -> dict
     return None if killed else json.loads(report.read_text())
 
 
-def disk_bandwidth(directory: Path) -> float:
-    """Bytes a second from and to a home, whichever is less, of 256 MB."""
-    store, size = FileStore(directory), 2**24
-    tensors = [torch.ones(size // 4) for _ in range(16)]
-    homes = [store.memory((each.shape, each.stride(), each.dtype)) for each in tensors]
-    given, start = iter(homes), time.perf_counter()
-    store.staging.to_host(tensors, lambda _: next(given))[1].synchronize()
+def disk_bandwidth(options: argparse.Namespace) -> float:
+    """Bytes a second from and to homes, whichever is less. The homes are twice what this process may hold."""
+    store, tensor = FileStore(options.directory), torch.ones(2**22)
+    homes = [store.memory((tensor.shape, tensor.stride(), tensor.dtype)) for _ in range(2 * options.limit // 2**24)]
+    start = time.perf_counter()
+    left = iter(homes)
+    for _ in homes:
+        store.staging.to_host([tensor], lambda _: next(left))[1].synchronize()
     written, start = time.perf_counter() - start, time.perf_counter()
-    store.staging.back_to_device(homes)[1].synchronize()
+    for home in homes:
+        store.staging.back_to_device([home])[1].synchronize()
     read = time.perf_counter() - start
     store.close()
-    return 16 * size / max(written, read)
+    return len(homes) * tensor.nbytes / max(written, read)
 
 
 def compare(options: argparse.Namespace) -> list[list[str]]:
@@ -195,7 +201,6 @@ def compare(options: argparse.Namespace) -> list[list[str]]:
         weights = sum(parameter.numel() for parameter in model_of(options.width, options.blocks).parameters())
     limit = options.limit or weights * BYTES_PER_WEIGHT // 3
     x, y = batch_of(1)
-    bandwidth = disk_bandwidth(options.directory)
     # The blocks are alike: what one of a small model needs is known of all.
     few = penstock.profile(
         model_of(options.width, 1), (x,), loss_fn=loss_fn, target=y, progress=False, iterations=3, warmup=1
@@ -203,13 +208,16 @@ def compare(options: argparse.Namespace) -> list[list[str]]:
     first, block, *last = few.layers
     layers = (first, *(replace(block, name=f"{number + 1}") for number in range(options.blocks)), *last)
     profile = replace(few, layers=layers)
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        disk = launch(options, Path(name), limit, "--disk")
+        limited = launch(options, Path(name), limit)
+        free = None if options.alone else launch(options, Path(name), None)
+    assert disk is not None, "the limit is too small for a process"
+    bandwidth = disk["bandwidth"]
     cluster = replace(penstock.Cluster.uniform(1, 1e9), host_bandwidth=bandwidth)
     plan = plan_of(options.layers, streamed=True)
     predicted = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0)
     peak = max(memory.peak_bytes for memory in predicted.memory)
-    with tempfile.TemporaryDirectory(dir=options.directory) as name:
-        limited = launch(options, Path(name), limit)
-        free = None if options.alone else launch(options, Path(name), None)
     size = f"{weights / 1e6:.0f}M, {weights * BYTES_PER_WEIGHT / 2**20:.0f} MiB"
     rows = [[f"plan, disk {bandwidth / 1e6:.0f} MB/s", size, "", f"{peak / 2**20:.0f}", f"{predicted.seconds:.1f}", ""]]
     for kind, found in ((f"limit {limit / 2**20:.0f} MiB", limited), ("no limit, resident", free)):
@@ -231,6 +239,7 @@ def main() -> None:
     for name, usual in (("width", 768), ("blocks", 14), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--disk", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--alone", action="store_true", help="not without a limit")
     options = parser.parse_args()
     # The head is two layers.
