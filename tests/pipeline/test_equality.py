@@ -144,8 +144,8 @@ def test_any_training_of_replicas_that_share_state(pool: Pool, tmp_path: Any) ->
     """In as many processes as it has ranks: in one there is nothing to share."""
     draws = Random(5)
     trainings = [draw_sharing(draws.choice) for _ in range(300 if os.environ.get("PENSTOCK_DRAWS") == "fuzz" else 4)]
-    for training in trainings:
-        outcomes = pool.run(training.processes, run_trainings, [training], str(tmp_path))
+    for number, training in enumerate(trainings):
+        outcomes = pool.run(training.processes, run_trainings, [training], str(tmp_path / str(number)))
         for found in outcomes:
             assert_runs(training, found[0])
 
