@@ -318,9 +318,10 @@ class Training:
         return TIED.get(self.subject, ())
 
     def stage_of(self, layer: int) -> int:
-        """In stages of equal numbers of layers."""
+        """In stages of equal numbers of layers; the first have one more."""
         stages = self.ranks * stages_on_a_rank(self.schedule)
-        return next(stage for stage in range(stages) if layer < LAYERS * (stage + 1) // stages)
+        short, longer = divmod(LAYERS, stages)
+        return next(stage for stage in range(stages) if layer < (stage + 1) * short + min(stage + 1, longer))
 
     @property
     def streamed(self) -> tuple[int, ...]:

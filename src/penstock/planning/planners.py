@@ -19,6 +19,7 @@ from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note
+from penstock.planning.search.plan_search import SearchResult
 from penstock.planning.search.streamed_plans import explain_streams, stream_plans
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import AllReduce
@@ -174,18 +175,21 @@ def _plan_fastest(
 ) -> Plan:
     if constraints.planner == PlannerName.ORDER:
         return plan_order(profiles, cluster, constraints, progress=progress)
-    if constraints.streamed:
-        found = stream_plans(profiles, cluster, constraints)
-    else:
+    if constraints.streamed and cluster.host_bandwidth is None:
+        raise PlanError(
+            "streamed: expected host_bandwidth of the cluster, the bytes per second between a device and its host, "
+            "found None: measure it with penstock probe, or set it as replace(cluster, host_bandwidth=25e9) does"
+        )
+    found = SearchResult((), 0, ())
+    if not constraints.streamed:
         found = compare_plans(profiles, cluster, constraints, progress=progress)
-    if not found.ranked:
-        limited = plan_limited(profiles, cluster, constraints, progress=progress) if not constraints.streamed else None
+        limited = None if found.ranked else plan_limited(profiles, cluster, constraints, progress=progress)
         if limited is not None:
             return limited
-        if not constraints.streamed and cluster.host_bandwidth is not None:
-            found = stream_plans(profiles, cluster, constraints)
+    if not found.ranked:
+        rejected, found = found, stream_plans(profiles, cluster, constraints)
         if not found.ranked:
-            raise explain_infeasibility(profiles, cluster, constraints, found)
+            raise explain_infeasibility(profiles, cluster, constraints, rejected)
     best = found.ranked[0]
     measured = profile_of_plan(best, profiles)
     options = constraints.simulator_options

@@ -1,5 +1,6 @@
 """Plans whose weights are on the host: when they are made, that they fit, and what is said of them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -87,5 +88,26 @@ def test_without_a_bandwidth_to_the_host_the_error_says_what_it_would_allow() ->
         penstock.plan(PROFILE, host(1, 7e9, None), microbatches=4)
     with pytest.raises(PlanError, match=r"streamed: expected host_bandwidth of the cluster.*found None: measure"):
         penstock.plan(PROFILE, host(1, 7e9, None), microbatches=4, streamed=True)
+
+
+@pytest.mark.parametrize(("devices", "wish"), [(1, None), (2, True)])
+def test_what_would_be_enough_is_the_least_that_streaming_needs(devices: int, wish: bool | None) -> None:
+    def made(memory: float) -> Plan:
+        return penstock.plan(Profile(LAYERS[:4], 1), host(devices, memory), microbatches=2, streamed=wish)
+
+    with pytest.raises(PlanError, match="nothing fits") as refused:
+        made(1e9)
+    enough = re.search(
+        r"enough: (\S+) GB on each device \(for breadth-.* and weights on the host\)", str(refused.value)
+    )
+    assert enough
+    assert made(1e9 * float(enough[1])).streamed
     with pytest.raises(PlanError, match="nothing fits"):
-        penstock.plan(PROFILE, host(1, 1e9), microbatches=4)
+        made(0.99e9 * float(enough[1]))
+
+
+def test_recomputation_is_enough_with_weights_on_the_host() -> None:
+    with pytest.raises(PlanError, match=r"recompute=True \(for breadth-first .* and weights on the host\)"):
+        penstock.plan(Profile(LAYERS[:4], 1), host(1, 6e9), microbatches=2, recompute=False)
+    with pytest.raises(PlanError, match="no plan: expected no other schedule than breadth-first beside streamed=True"):
+        penstock.plan(PROFILE, host(1, 7e9), microbatches=4, schedule="gpipe", streamed=True)

@@ -13,7 +13,7 @@ from penstock.planning.predictions import cost_of, cost_per_million, prediction_
 from penstock.planning.search.constraints import PlanConstraints
 from penstock.planning.search.data_parallelism import WithoutPipeline, without_pipelines
 from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
-from penstock.planning.search.streamed_plans import stream_plans
+from penstock.planning.search.streamed_plans import smallest_streamed
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
 from penstock.simulating.assumptions import Options
@@ -257,19 +257,30 @@ _MOST_DEVICES = 128
 """With more devices a search takes too long for an error message."""
 
 
+_NOT_STREAMED = (
+    "expected no other schedule than breadth-first beside streamed=True, no planner, vertical_sync or recompute=False, "
+    "and equally many stages on all ranks, found other options: leave them out"
+)
+
+
 def explain_infeasibility(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, found: SearchResult
 ) -> PlanError:
     """The error of a search that `found` no plan."""
     free = cluster.with_memory(None)
     either = replace(constraints, recompute=True) if constraints.recompute is None else constraints
-    unlimited = compare_plans(profiles, free, either, refine=False).ranked
-    if cluster.least_memory_bytes is None or not unlimited:
-        reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
-        return PlanError(f"no plan: {reasons}")
+    unlimited = () if constraints.streamed else compare_plans(profiles, free, either, refine=False).ranked
     needed = {plan: _needed_bytes(plan, profiles, constraints) for plan in unlimited}
-    least = min(unlimited, key=needed.__getitem__)
-    memory, plan = _least_memory(profiles, cluster, constraints, needed[least], least)
+    streamed = smallest_streamed(profiles, free, constraints)
+    if streamed is not None:
+        needed[streamed] = max(prediction_of(streamed).peak_bytes)
+    if cluster.least_memory_bytes is None or not needed:
+        reasons = "; ".join(dict.fromkeys(rejection.reason for rejection in found.rejections))
+        return PlanError(f"no plan: {reasons or _NOT_STREAMED}")
+    plan = min(needed, key=needed.__getitem__)
+    memory = _three_digits_up(needed[plan])
+    if plan is not streamed:
+        memory, plan = _least_memory(profiles, cluster, constraints, memory, plan)
     enough = [f"{bytes_text(memory)} on each device (for {_wording(plan)})", *_changes(profiles, cluster, constraints)]
     weights = bytes_text(profiles[0].parameter_bytes + profiles[0].frozen_bytes)
     devices = "1 device" if cluster.devices == 1 else f"each of {cluster.devices} devices"
@@ -282,12 +293,12 @@ def explain_infeasibility(
 def _least_memory(
     profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints, enough: float, plan: Plan
 ) -> tuple[float, Plan]:
-    """The least memory with which the search finds a plan, up to 1 % and rounded up to three digits, and that plan.
+    """The least memory with which the search finds a plan of which no stage is streamed, up to 1 % and rounded up to
+    three digits, and that plan.
 
     `enough`: memory that is enough for `plan`.
     """
-    too_little = cluster.least_memory_bytes or 0.0
-    high = _three_digits_up(enough)
+    too_little, high = cluster.least_memory_bytes or 0.0, enough
     while high > 1.01 * too_little and (middle := _three_digits_up((too_little + high) / 2)) < high:
         found = compare_plans(profiles, cluster.with_memory(middle), constraints, refine=False).ranked
         if found:
@@ -306,8 +317,9 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
     """Words for every kind of change of the search that is enough, for the least change of its kind."""
 
     def attempt(words: str, profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> str:
-        ranked = compare_plans(profiles, cluster, constraints, refine=False).ranked
-        return f"{words} (for {_wording(ranked[0])})" if ranked else ""
+        ranked = () if constraints.streamed else compare_plans(profiles, cluster, constraints, refine=False).ranked
+        plan = ranked[0] if ranked else smallest_streamed(profiles, cluster, constraints)
+        return f"{words} (for {_wording(plan)})" if plan else ""
 
     smallest = min(profiles, key=lambda profile: profile.microbatch_size)
     halves = [smallest.microbatch_size >> power for power in range(1, smallest.microbatch_size.bit_length())]
@@ -320,12 +332,11 @@ def _changes(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanCon
     ):
         yield from islice(filter(None, attempts), 1)
     if cluster.host_bandwidth is None and constraints.streamed is None:
-        streamed = stream_plans(profiles, replace(cluster, host_bandwidth=inf), constraints).ranked
-        if streamed:
-            yield (
-                f"host_bandwidth of the cluster, with which weights can stay on the host (for {_wording(streamed[0])}; "
-                "penstock probe measures it, and on a CPU it is that of the directory offload_to=)"
-            )
+        words = (
+            "host_bandwidth of the cluster, with which weights can stay on the host: penstock probe measures it; on a "
+            "CPU it is that of the directory offload_to="
+        )
+        yield from filter(None, [attempt(words, profiles, replace(cluster, host_bandwidth=inf), constraints)])
 
 
 def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanConstraints) -> float:
@@ -337,7 +348,8 @@ def _needed_bytes(plan: Plan, profiles: Sequence[Profile], constraints: PlanCons
 
 
 def _wording(plan: Plan) -> str:
-    return f"{plan.schedule} on {shape_text(plan)}" + (" with recomputation" if plan.recompute else "")
+    text = f"{plan.schedule} on {shape_text(plan)}" + (" with recomputation" if plan.recompute else "")
+    return text + (" and weights on the host" if plan.streamed else "")
 
 
 def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
@@ -353,5 +365,6 @@ def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
             links = replace(cluster.links, levels=(*inner, (2 * count, bandwidth)))
             cluster = replace(cluster, links=links, kinds=cluster.kinds * 2)
         else:
-            cluster = Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.least_memory_bytes)
+            wider = Cluster.uniform(2 * cluster.devices, cluster.slowest, cluster.least_memory_bytes)
+            cluster = replace(wider, host_bandwidth=cluster.host_bandwidth)
         yield cluster

@@ -31,37 +31,33 @@ _ONCE = next(method for method in METHODS if method.for_streams)
 
 
 def stream_plans(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> SearchResult:
-    """The plans with streamed stages that fit, the fastest first; none if what is fixed excludes them.
-
-    `PlanError` if the bytes per second between devices and host are not known.
-    """
-    fixed = constraints.planner is not None or constraints.vertical_sync or constraints.recompute is False
-    own = constraints.schedule not in (None, _ONCE.name)
-    if fixed or own or constraints.streamed is False:
-        return SearchResult((), 0, ())
-    if cluster.host_bandwidth is None:
-        raise PlanError(
-            "streamed: expected host_bandwidth of the cluster, the bytes per second between a device and its host, "
-            "found None: measure it with penstock probe, or set it as replace(cluster, host_bandwidth=25e9) does"
-        )
+    """The plans with streamed stages that fit, the fastest first."""
     found: list[Plan] = []
-    for profile in profiles:
-        microbatches = constraints.count_microbatches(profile, profiles[0], cluster.devices, _ONCE)
-        for ranks in _rank_counts(cluster, constraints) if profile.tensor_parallel == 1 and microbatches else ():
-            best = 0.0
-            for per_rank in _stage_counts(len(profile), ranks, constraints):
-                plan = _cut(profile, cluster, ranks, per_rank, microbatches)
-                made = list(_fullest(plan, profile, cluster, constraints))
-                found += made
-                fastest = max(map(speed_of, made), default=0.0)
-                if fastest < best:
-                    # More stages keep more inputs of microbatches, and hide the first fetches no better.
-                    break
-                best = fastest
+    for profile, plans in _cut_all(profiles, cluster, constraints):
+        best = 0.0
+        for plan in plans:
+            made = list(_fullest(plan, profile, cluster, constraints))
+            found += made
+            fastest = max(map(speed_of, made), default=0.0)
+            if fastest < best:
+                # More stages keep more inputs of microbatches, and hide the first fetches no better.
+                break
+            best = fastest
     ranked = rank_plans(found)
     for plan in ranked[:1]:
         verify(schedule(plan))
     return SearchResult(ranked, 0, ())
+
+
+def smallest_streamed(profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints) -> Plan | None:
+    """The plan with streamed stages that needs the least memory, if one fits and `cluster` has a `host_bandwidth`."""
+    made = (
+        _judge(replace(plan, schedule=definition), 0, profile, cluster, constraints)
+        for profile, plans in _cut_all(profiles, cluster, constraints)
+        for plan in plans
+        for definition in _definitions(plan)
+    )
+    return min(filter(None, made), key=lambda plan: max(prediction_of(plan).peak_bytes), default=None)
 
 
 def explain_streams(best: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> str:
@@ -78,11 +74,23 @@ def explain_streams(best: Plan, profile: Profile, cluster: Cluster, constraints:
     )
 
 
-def _rank_counts(cluster: Cluster, constraints: PlanConstraints) -> Iterator[int]:
-    """The lengths of equal pipelines on all devices."""
-    for ranks in range(cluster.devices, 0, -1):
-        if cluster.devices % ranks == 0 and (ranks == cluster.devices or not constraints.straight):
-            yield ranks
+def _cut_all(
+    profiles: Sequence[Profile], cluster: Cluster, constraints: PlanConstraints
+) -> Iterator[tuple[Profile, Iterator[Plan]]]:
+    """Each profile and length of equal pipelines on all devices, with its plans, from few stages to many; nothing if
+    what is fixed excludes streamed stages, or the bytes per second to the host are not known.
+    """
+    fixed = constraints.planner is not None or constraints.vertical_sync or constraints.recompute is False
+    own = constraints.schedule not in (None, _ONCE.name)
+    if fixed or own or constraints.streamed is False or cluster.host_bandwidth is None:
+        return
+    lengths = [ranks for ranks in range(cluster.devices, 0, -1) if cluster.devices % ranks == 0]
+    for profile in profiles:
+        microbatches = constraints.count_microbatches(profile, profiles[0], cluster.devices, _ONCE)
+        if profile.tensor_parallel == 1 and microbatches:
+            for ranks in lengths[:1] if constraints.straight else lengths:
+                counts = _stage_counts(len(profile), ranks, constraints)
+                yield profile, (_cut(profile, cluster, ranks, per_rank, microbatches) for per_rank in counts)
 
 
 def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iterator[int]:
@@ -120,27 +128,16 @@ def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbat
 
 def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Iterator[Plan]:
     """`plan` with all stages streamed, in as few groups of microbatches as fit, and with the most that stay."""
-    ranks, tied = len(plan.stages) // plan.stages_per_rank, set[int]()
-    for layers in constraints.tied_layers:
-        holding = {index for index, own in enumerate(plan.stages) if any(own.start <= at < own.stop for at in layers)}
-        tied |= holding if len(holding) > 1 else set()
-
-    def fits(staying: int, definition: ScheduleDefinition) -> Plan | None:
-        streamed = tuple(stage for stage in range(staying * ranks, len(plan.stages)) if stage not in tied)
-        with suppress(PlanError, ScheduleError):
-            made = replace(plan, schedule=definition, streamed=streamed)
-            return judge_plan(made, profile, cluster, constraints)
-        return None
-
-    for definition in _definitions(plan, ranks):
-        least = fits(0, definition)
+    for definition in _definitions(plan):
+        grouped = replace(plan, schedule=definition)
+        least = _judge(grouped, 0, profile, cluster, constraints)
         if least is None:
             continue
         yield least
         low, high = 0, plan.stages_per_rank
         while high - low > 1:
             middle = (low + high) // 2
-            made = fits(middle, definition)
+            made = _judge(grouped, middle, profile, cluster, constraints)
             if made is None:
                 high = middle
             else:
@@ -149,13 +146,27 @@ def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanCo
         return
 
 
-def _definitions(plan: Plan, ranks: int) -> Iterator[ScheduleDefinition]:
+def _judge(plan: Plan, staying: int, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan | None:
+    """`plan` of which the first `staying` stages of every rank, and those that share weights, stay, if it fits."""
+    holding = [
+        {index for index, own in enumerate(plan.stages) if any(own.start <= at < own.stop for at in layers)}
+        for layers in constraints.tied_layers
+    ]
+    tied = {stage for stages in holding if len(stages) > 1 for stage in stages}
+    first = staying * (len(plan.stages) // plan.stages_per_rank)
+    with suppress(PlanError, ScheduleError):
+        made = replace(plan, streamed=tuple(stage for stage in range(first, len(plan.stages)) if stage not in tied))
+        return judge_plan(made, profile, cluster, constraints)
+    return None
+
+
+def _definitions(plan: Plan) -> Iterator[ScheduleDefinition]:
     """The orders to try: all microbatches in one group, and without replicas also in 2, 4, 8, ... groups."""
     yield _ONCE
     group = plan.microbatches
     while max(plan.replicas) == 1 and group % 2 == 0:
         group //= 2
-        yield _in_groups(len(plan.stages), ranks, group)
+        yield _in_groups(len(plan.stages), len(plan.stages) // plan.stages_per_rank, group)
 
 
 def _in_groups(stages: int, ranks: int, group: int) -> ScheduleDefinition:
