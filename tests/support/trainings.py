@@ -425,7 +425,8 @@ PLAIN = Training()
 def run_training(training: Training, folder: str) -> list[Outcome]:
     """The run by a pipeline: all ranks here, or this process's part; and that which goes on from its checkpoint."""
     pipe, batches, saves = training.pipeline(folder), training.batches, training.saves
-    if training.subject == "web" and training.ranks > 2 and stages_on_a_rank(training.schedule) == 1:
+    joins = training.split and len(set(training.replicas)) > 1
+    if training.subject == "web" and training.ranks > 2 and stages_on_a_rank(training.schedule) == 1 and not joins:
         assert pipe.schedule.skips, "nothing passes a stage"
     found = [_train(training, pipe, batches, f"{folder}/saved")]
     if saves:
