@@ -142,6 +142,20 @@ def test_a_replica_that_is_killed_before_it_sends_its_share_is_named(
         assert re.search(r"this was action 0[AU]\d|rank \d failed in a step", errors)
 
 
+@pytest.mark.parametrize("action", ["3G", "1Q"])
+def test_a_rank_that_is_killed_while_weights_come_or_go_is_named_and_leaves_nothing(
+    fork_server: ForkServer, action: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_FAULTS", f"kill rank=1 step=2 action={action}")
+    options = ("--streamed", "--directory", str(tmp_path))
+    (code, errors), (killed, _) = finish(fork_server.start_faulty(2, 1, "never", "kill", *options))
+
+    assert killed == -signal.SIGKILL
+    assert code == 1
+    assert re.search("rank 1 (closed its connection to this rank|has ended)", errors)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_frozen_replica_is_named(fork_server: ForkServer) -> None:
     replicated = ("--schedule", "2bw", "--stages", "2")

@@ -1,6 +1,7 @@
 """Streamed stages: weights and gradients at home on the host between visits. The bits are the oracle's."""
 
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import penstock
 from penstock.errors import PenstockError, PlanError
 from penstock.runtime.parameters.residence import StreamedWeights
 from penstock.scheduling import define_by_programs
+from penstock.testing import faults
 from support.optimizers import OwnCounter
 from support.training import Case, Outcome, assert_equal, run_reference, train
 
@@ -210,20 +212,13 @@ def test_weights_are_the_users_between_steps(tmp_path: Path) -> None:
         pipe.step(*case.batches[0])
 
 
-def test_a_failed_step_leaves_weights_at_home_and_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["1G", "2B", "2Q", "0Q"])
+def test_a_failed_step_leaves_weights_at_home_and_as_they_were(action: str, tmp_path: Path) -> None:
     case = CASES["breadth-first"]
-
-    def failing(output: Tensor, target: Tensor) -> Tensor:
-        if broken:
-            raise ArithmeticError("no loss today")
-        return nn.functional.cross_entropy(output, target)
-
-    broken = False
-    pipe = streaming(case, loss_fn=failing, offload_to=tmp_path)
+    pipe = streaming(case, offload_to=tmp_path)
     pipe.step(*case.batches[0])
     before = {name: parameter.clone() for name, parameter in pipe.named_parameters()}
-    broken = True
-    with pytest.raises(ArithmeticError):
+    with faults.inject([faults.Raise(rank=0, step=1, action=action)]), pytest.raises(faults.InjectedError):
         pipe.step(*case.batches[1])
     assert all(torch.equal(before[name], parameter) for name, parameter in pipe.named_parameters())
     assert not any(parameter.untyped_storage().resizable() for parameter in pipe.parameters())
@@ -275,6 +270,25 @@ def test_a_disk_that_is_full_is_an_error_before_the_first_step(small_disk: Path)
         state = model.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in others.state_dict().items())
         assert not list(small_disk.iterdir())
+
+
+def test_a_disk_that_takes_no_more_is_an_error_of_the_step(tmp_path: Path) -> None:
+    """Gradients could not go home: no weight has changed."""
+    case = CASES["breadth-first"]
+    pipe = streaming(case, offload_to=tmp_path)
+    pipe.step(*case.batches[0])
+    before = {name: parameter.clone() for name, parameter in pipe.named_parameters()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        with pytest.raises(PenstockError, match=r"expected room for \d+ bytes there, found: File too large"):
+            pipe.step(*case.batches[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all(torch.equal(before[name], parameter) for name, parameter in pipe.named_parameters())
+    assert not any(parameter.untyped_storage().resizable() for parameter in pipe.parameters())
+    pipe.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_is_removed_is_needed_no_more(tmp_path: Path) -> None:

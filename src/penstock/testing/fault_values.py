@@ -16,9 +16,9 @@ FAULTS = "PENSTOCK_FAULTS"
 """The environment variable with the text of faults."""
 ActionChoice: TypeAlias = str | Callable[[Action], bool] | None
 
-_NUMBERED = "FBIWSRHD"
-"""The kinds of actions of one microbatch."""
-_CHOICE = re.compile(r"(\d*)([FBIWUSRTNAHD])(\d*)")
+_NUMBERED, _OTHERS = "FBIWCSRHD", "UATNGQ"
+"""The kinds of actions of one microbatch, and those of a version."""
+_CHOICE = re.compile(rf"(\d*)([{_NUMBERED}{_OTHERS}])(\d*)")
 _ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
 
 
@@ -35,8 +35,8 @@ class Fault:
         step: the number of the training step, from 0, over all runs of a training that was resumed. A drain counts as
             the step after it.
         action: which action it happens before: a text with any of stage, kind and microbatch of the minibatch
-            (``"2B0"``, ``"2B"``, ``"B0"``, ``"B"``; kinds as in schedules, without microbatch for ``U``, ``A``, ``T``
-            and ``N``), or a function of the action. None takes any.
+            (``"2B0"``, ``"2B"``, ``"B0"``, ``"B"``; kinds as in schedules, without microbatch for ``U``, ``A``, ``T``,
+            ``N``, ``G`` and ``Q``), or a function of the action. None takes any.
         path, change: it happens before the change number `change` (from 0) of files whose path contains `path`:
             opening for writing, making, renaming or removing; in a save, for example. Then there is neither step nor
             action.
@@ -234,5 +234,5 @@ def _check_choice(choice: str) -> None:
     if match is None or (match[3] and match[2] not in _NUMBERED):
         raise PenstockError(
             f"action={choice!r}: expected stage, kind and microbatch of the minibatch, as in 2B0, 2B, B0 or B, found "
-            f"another form. Kinds: {', '.join(_NUMBERED)}, and without a microbatch U, A, T, N"
+            f"another form. Kinds: {', '.join(_NUMBERED)}, and without a microbatch {', '.join(_OTHERS)}"
         )

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cpu", help='"tardy": a CPU that sends as GPUs do by NCCL; "own": a GPU each'
     )
-    for flag in ("with", "hook", "resume", "saving", "skips", "shard"):
+    for flag in ("with", "hook", "resume", "saving", "skips", "shard", "streamed"):
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
 
@@ -134,6 +135,10 @@ def build(counts: list[int], device: torch.device) -> penstock.Pipeline:
         ends = pairwise(accumulate(counts, initial=0))
         stages = (penstock.Stage(s, s + 1, tuple(range(*span))) for s, span in enumerate(ends))
         options = {"plan": penstock.Plan(tuple(stages), OPTIONS.schedule, MICROBATCHES)}
+    if OPTIONS.streamed:
+        plan = penstock.Plan.uniform(2 * RANKS, 2 * RANKS, "breadth-first", MICROBATCHES, stages_per_rank=2)
+        plan, counts = replace(plan, recompute=True, streamed=True), 2 * counts
+        options = {"plan": plan, "offload_to": OPTIONS.directory}
     model = Skipping() if OPTIONS.skips else nn.Sequential(*(Layer() for _ in counts))
     return penstock.Pipeline(
         model.to(device),
