@@ -35,7 +35,7 @@ def visit(device: SimulatedDevice, steps: int = 2) -> list[list[float]]:
     weights = [{"w": nn.Parameter(filled(device, stage))} for stage in range(STAGES)]
     for stage, own in enumerate(weights):
         streamed.adopt(own, stage, AS_STEPPED)
-    residences = [Residence(streamed, own, 0) for own in weights]
+    residences = [Residence(streamed, own) for own in weights]
     aside: list[dict[str, Tensor]] = [{} for _ in weights]
     found = []
     order = [*range(STAGES)] * steps
@@ -61,7 +61,7 @@ def come_back(device: SimulatedDevice) -> list[list[float]]:
     streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(cast(Any, device))), torch.device("cpu")))
     weights = {"w": nn.Parameter(filled(device, 1.0))}
     streamed.adopt(weights, 0, AS_STEPPED)
-    residence, aside, found = Residence(streamed, weights, 0), dict[str, Tensor](), []
+    residence, aside, found = Residence(streamed, weights), dict[str, Tensor](), []
     for number in range(4):
         residence.fetch(aside)
         residence.arrive()
@@ -72,28 +72,6 @@ def come_back(device: SimulatedDevice) -> list[list[float]]:
     streamed.host.settle()
     device.finish()
     return found
-
-
-def leave_together(device: SimulatedDevice) -> list[list[float]]:
-    """What is at home of the gradients of two ranks, which compute on a stream each."""
-    streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(cast(Any, device))), torch.device("cpu")))
-    weights = [{"w": nn.Parameter(filled(device, rank))} for rank in range(2)]
-    for rank, own in enumerate(weights):
-        streamed.adopt(own, rank, AS_STEPPED)
-    residences = [Residence(streamed, own, rank) for rank, own in enumerate(weights)]
-    streams, aside = [device.stream() for _ in weights], [dict[str, Tensor]() for _ in weights]
-    for number in range(4):
-        rank = number % 2
-        with device.on(streams[rank]):
-            residences[rank].fetch({})
-            residences[rank].arrive()
-            aside[rank]["w"] = filled(device, number)
-            residences[rank].release([aside[rank]])
-    for stream in streams:
-        with device.on(stream):
-            streamed.host.settle()
-    device.finish()
-    return [held["w"].flatten().tolist() for held in aside]
 
 
 EXPECTED = [
@@ -110,9 +88,8 @@ def test_what_is_computed_with_and_kept_is_right_in_any_order(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gradients_come_back_when_they_have_left_and_each_rank_keeps_its_own(seed: int) -> None:
+def test_gradients_come_back_when_they_have_left(seed: int) -> None:
     assert come_back(SimulatedDevice(seed)) == [[value] * 15 for value in (0.0, 1.0, 2.0)]
-    assert leave_together(SimulatedDevice(seed)) == [[value] * 15 for value in (2.0, 3.0)]
 
 
 def test_the_simulated_device_finds_what_is_out_of_order() -> None:
@@ -130,7 +107,7 @@ def test_a_weight_stays_while_a_stage_or_replica_needs_it(users: int) -> None:
     streamed = StreamedWeights(HostStates(MemoryStore(DeviceStaging(cast(Any, device))), torch.device("cpu")))
     weights = {"w": nn.Parameter(filled(device, 1.0))}
     streamed.adopt(weights, 0, AS_STEPPED)
-    residences = [Residence(streamed, weights, 0) for _ in range(users)]
+    residences = [Residence(streamed, weights) for _ in range(users)]
     for residence in residences:
         residence.fetch({})
     for left, residence in enumerate(reversed(residences)):

@@ -356,9 +356,6 @@ def build_stages(
                     now=context.timer.now,
                     owners=None if whole_sums else owners,
                 )
-            residence = None
-            if streamed is not None and index in schedule.streamed:
-                residence = Residence(streamed, weights.parameters, rank)
             others = {other for stage in (index, *first.ties) for other in schedule.placement.stages[stage]}
             own[index] = LocalStage(
                 weights,
@@ -368,7 +365,7 @@ def build_stages(
                 shares=shares,
                 recomputes=planned.granularities.get(index),
                 order=context.streams.order(rank, sorted(others.intersection(ranks) - {rank})),
-                residence=residence,
+                residence=Residence(streamed, weights.parameters) if streamed and index in schedule.streamed else None,
             )
     return stages
 

@@ -236,7 +236,7 @@ class Worker:
         if stage in self._coming:
             self._coming.pop(stage).arrive()
         if self._home is not None:
-            self._home.drop_sent(self.rank)
+            self._home.drop_sent()
 
     def _fetch(self, action: Fetch) -> None:
         residence, weights = self._residences[action.stage], self.stages[action.stage].weights

@@ -19,7 +19,7 @@ Laws of this file:
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.accelerators import Event, Layout
+from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.host_stores import HostStore
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, layout_of
 from penstock.runtime.parameters.group_options import options_of, set_options
@@ -66,10 +66,10 @@ class HostStates:
         """By tensor: its memory on the host."""
         self._reserved: defaultdict[Layout, list[Tensor]] = defaultdict(list)
         """Homes of states that are to come."""
-        self._leaving: dict[int, Staged] = {}
-        """What `send` copies for each rank: its stream comes after it before the memory is dropped."""
-        self._sent: MutableMapping[Tensor, Event] = WeakIdKeyDictionary()
-        """By tensor that `send` has sent home, the event after which it is there."""
+        self._leaving: Staged = NOTHING_STAGED
+        """What `send` copies."""
+        self._sent: Sequence[Tensor] = ()
+        """What it returned."""
 
     def memory(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A home for one such as `tensor`."""
@@ -87,29 +87,29 @@ class HostStates:
             self._homes[tensor] = own
             set_local_shard(tensor, own)
 
-    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Starts to copy `tensors` of `rank` to `homes`. Returns tensors that are at home there. What the rank sent
-        before is dropped, in the stream of the caller when it has been copied.
+    def send(self, tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Starts to copy `tensors` to `homes`. Returns tensors that are at home there. What was sent before is dropped,
+        in the stream of the caller when it has been copied.
         """
-        self._staging.follow(self._leaving.get(rank, NOTHING_STAGED))
-        away = [home.data for home in homes]
+        self._staging.follow(self._leaving)
+        self._sent = [home.data for home in homes]
+        for tensor, home in zip(self._sent, homes, strict=True):
+            self._homes[tensor] = home
         given = iter(homes)
-        self._leaving[rank] = tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1]
-        for tensor, home in zip(away, homes, strict=True):
-            self._homes[tensor], self._sent[tensor] = home, self._leaving[rank][1]
-        return away
+        self._leaving = tensors, self._staging.to_host(tensors, lambda _: next(given), kept=True)[1]
+        return self._sent
 
-    def drop_sent(self, rank: int) -> None:
-        """Drops what `rank` has sent, if it has been copied by now."""
-        if rank in self._leaving and self._leaving[rank][1].query():
-            del self._leaving[rank]
+    def drop_sent(self) -> None:
+        """Drops what was sent, if it has been copied by now."""
+        if self._leaving[1].query():
+            self._leaving = NOTHING_STAGED
 
     def bring(self, tensors: Iterable[Any]) -> tuple[Sequence[Tensor], Staged]:
         """What is at home of `tensors`, and the copies of its memory, which have begun."""
         away = [tensor for tensor in tensors if self.is_home(tensor)]
-        # The copies home and back are on streams that know nothing of each other.
-        for event in {self._sent.pop(tensor) for tensor in away if tensor in self._sent}:
-            self._staging.follow(((), event))
+        if {*map(id, away)} & {*map(id, self._sent)}:
+            # The copies home and back are on streams that know nothing of each other.
+            self._staging.follow(self._leaving)
         return away, self._staging.back_to_device([local_shard(tensor) for tensor in away])
 
     def arrive(self, tensors: Sequence[Tensor], copies: Staged) -> None:
@@ -189,10 +189,9 @@ class HostStates:
         self.settle()
 
     def settle(self) -> None:
-        """Waits for all that is in the stream of the caller, and for what all ranks have sent."""
-        for staged in self._leaving.values():
-            self._staging.follow(staged)
-        self._leaving.clear()
+        """Waits for all that is in the stream of the caller, and for what was sent."""
+        self._staging.follow(self._leaving)
+        self._leaving = NOTHING_STAGED
         self._staging.in_place(())[1].synchronize()
 
     def _send(self, state: Iterable[Any]) -> Staged:

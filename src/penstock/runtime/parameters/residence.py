@@ -92,10 +92,10 @@ class StreamedWeights:
 
 
 class Residence:
-    """The residence of one stage of `rank`, with the parameters `weights` by name, which are home."""
+    """The residence of one stage of one rank, with the parameters `weights` by name, which are home."""
 
-    def __init__(self, streamed: StreamedWeights, weights: Mapping[str, nn.Parameter], rank: int) -> None:
-        self.streamed, self._weights, self._rank = streamed, weights, rank
+    def __init__(self, streamed: StreamedWeights, weights: Mapping[str, nn.Parameter]) -> None:
+        self.streamed, self._weights = streamed, weights
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         self._homes = {name: streamed.host.memory(p.data, p.grad_dtype) for name, p in trained.items()}
         """Of the gradients."""
@@ -122,7 +122,7 @@ class Residence:
         if places:
             tensors = [dense(held[name].data) for held, name in places]
             homes = [self._home(name, tensor) for (_, name), tensor in zip(places, tensors, strict=True)]
-            for (held, name), sent in zip(places, self.streamed.host.send(tensors, homes, self._rank), strict=True):
+            for (held, name), sent in zip(places, self.streamed.host.send(tensors, homes), strict=True):
                 held[name] = sent
 
     def end(self) -> None:
