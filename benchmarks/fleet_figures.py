@@ -18,9 +18,10 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
+from fleets.baselines import blind, gandiva
+from fleets.workloads import THESIS_KINDS, poisson_workload, static_workload, thesis_types
 from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import (
-    THESIS_KINDS,
     Allocation,
     Arrival,
     CompletedJob,
@@ -29,16 +30,11 @@ from penstock.fleet import (
     Policy,
     Problem,
     allox,
-    blind,
     fifo,
     finish_time_fairness,
-    gandiva,
     max_min_fairness,
     min_makespan,
-    poisson_workload,
     simulate_fleet,
-    static_workload,
-    thesis_types,
 )
 
 KINDS = tuple(Kind(name, 36) for name in THESIS_KINDS)

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
+from fleets.baselines import blind
+from fleets.workloads import THESIS_KINDS, thesis_types
 from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import (
-    THESIS_KINDS,
     Arrival,
     Entity,
     Job,
     Kind,
     Problem,
-    blind,
     fifo,
     finish_time_fairness,
     hierarchical,
@@ -33,7 +33,6 @@ from penstock.fleet import (
     min_makespan,
     simulate_fleet,
     strict_fifo,
-    thesis_types,
 )
 
 KINDS = tuple(Kind(name, 36, price) for name, price in zip(THESIS_KINDS, (2.48, 1.46, 0.45), strict=True))

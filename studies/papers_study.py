@@ -27,20 +27,18 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fleet_figures as figures  # noqa: E402
 import fleet_policies as fleets  # noqa: E402
+from fleets.baselines import blind, gandiva  # noqa: E402
+from fleets.workloads import poisson_workload, thesis_types  # noqa: E402
 from measurement.reports import Report, conditions  # noqa: E402
 from penstock.errors import PlanError  # noqa: E402
 from penstock.fleet import (  # noqa: E402
     Arrival,
     Job,
     Kind,
-    blind,
     fifo,
-    gandiva,
     max_min_fairness,
     min_makespan,
-    poisson_workload,
     simulate_fleet,
-    thesis_types,
 )
 from penstock.planning import find_order  # noqa: E402
 from penstock.planning.predictions import prediction_of, slowest_seconds  # noqa: E402

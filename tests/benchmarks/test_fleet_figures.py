@@ -5,7 +5,14 @@ import json
 import pytest
 
 import fleet_figures as figures
-from penstock.fleet import Arrival, Job, Kind, allox, simulate_fleet, thesis_types
+from fleets.workloads import thesis_types
+from penstock.fleet import (
+    Arrival,
+    Job,
+    Kind,
+    allox,
+    simulate_fleet,
+)
 
 
 def test_jobs_that_stay_leave_a_faster_kind_that_becomes_free():

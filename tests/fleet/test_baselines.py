@@ -8,8 +8,9 @@ import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from fleets.baselines import gandiva
 from penstock import PlanError
-from penstock.fleet import Arrival, Job, Kind, Pair, Problem, allox, gandiva, simulate_fleet
+from penstock.fleet import Arrival, Job, Kind, Pair, Problem, allox, simulate_fleet
 from penstock.fleet.policies.queues import allox_queues
 from support.fleet_problems import fleet_problems
 

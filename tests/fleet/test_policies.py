@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fleets.baselines import blind, isolated_shares
 from penstock import PlanError
 from penstock.fleet import (
     POLICIES,
@@ -16,11 +17,9 @@ from penstock.fleet import (
     Kind,
     Pair,
     Problem,
-    blind,
     fifo,
     finish_time_fairness,
     hierarchical,
-    isolated_shares,
     max_min_fairness,
     max_throughput,
     min_cost,

@@ -11,7 +11,6 @@ from penstock.fleet import (
     Arrival,
     Entity,
     Job,
-    JobType,
     Kind,
     Machines,
     ModelJob,
@@ -19,10 +18,7 @@ from penstock.fleet import (
     Problem,
     RoundScheduler,
     max_min_fairness,
-    poisson_workload,
     simulate_fleet,
-    static_workload,
-    thesis_types,
     throughput_table,
 )
 
@@ -34,7 +30,6 @@ VALUES = (
     Entity("a"),
     PROBLEM,
     Arrival(0.0, JOB, (1.0,)),
-    JobType("a", (1.0,), {2: (1.5,)}),
     Machines(KIND),
     ModelJob(JOB, measured={"GPU": 1.0}),
     PriceHistory({"GPU": ((0.0, 1.0),)}),
@@ -79,18 +74,15 @@ SIMULATED: dict[str, Any] = {
     "record": False,
     "budget": 9.0,
 }
-DRAWN = {"types": thesis_types(), "jobs": 3, "seed": 0, "gangs": False}
 
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
         (simulate_fleet, SIMULATED),
-        (poisson_workload, {**DRAWN, "jobs_per_hour": 1.0}),
-        (static_workload, DRAWN),
-        (throughput_table, {"jobs": [VALUES[7]], "machines": [VALUES[6]]}),
+        (throughput_table, {"jobs": [VALUES[6]], "machines": [VALUES[5]]}),
         (RoundScheduler, {"kinds": [KIND]}),
-        (RoundScheduler([KIND]).begin, {"allocation": VALUES[9]}),
+        (RoundScheduler([KIND]).begin, {"allocation": VALUES[8]}),
     ],
 )
 def test_arguments_of_another_type_are_refused(function, arguments):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleets.baselines import isolated_shares
 from penstock import PlanError
 from penstock.fleet import (
     Allocation,
@@ -14,7 +15,6 @@ from penstock.fleet import (
     Pair,
     Problem,
     RoundScheduler,
-    isolated_shares,
     max_min_fairness,
     min_makespan,
 )

@@ -6,16 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from fleets.baselines import blind
+from fleets.workloads import THESIS_KINDS, poisson_workload, static_workload, thesis_types
 from penstock import PlanError
 from penstock.fleet import (
-    THESIS_KINDS,
     Allocation,
     Arrival,
     Job,
     Kind,
     PriceHistory,
     Problem,
-    blind,
     completion_svg,
     devices_svg,
     finish_time_fairness,
@@ -25,12 +25,9 @@ from penstock.fleet import (
     min_cost_with_deadlines,
     min_makespan,
     min_makespan_within_budget,
-    poisson_workload,
     run_page,
     simulate_fleet,
-    static_workload,
     strict_fifo,
-    thesis_types,
 )
 
 GPU = (Kind("GPU", 1, 3.6),)

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError
-from penstock.fleet.jobs import Entity, Job, Kind
+from penstock.fleet.jobs import Arrival, Entity, Job, Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.fleet.throughputs import Machines, ModelJob, ThroughputTable, throughput_table
-from penstock.fleet.workloads import Arrival
 from penstock.planning import plan
 from penstock.values import Profile
 from penstock.values.documents import YamlNode, read_known, read_yaml

@@ -5,7 +5,7 @@ that is left of them, how many workers they take, and what they are owed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.arguments import FLAG, TEXT, check_fields, integer, number
+from penstock.arguments import FLAG, TEXT, Entries, check_fields, instance, integer, number
 from penstock.errors import PlanError
 
 _KIND_RULES = {
@@ -128,3 +128,22 @@ class Entity:
 
     def __post_init__(self) -> None:
         check_fields(self, _ENTITY_RULES, PlanError, f" in entity {self.name!r}")
+
+
+_SPEEDS = Entries(number(0, unit="steps per second").but("give 0 where the job cannot run"))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A job and the time at which it comes. Its deadline counts from then."""
+
+    seconds: float
+    job: Job
+    throughputs: tuple[float, ...]
+    """Steps per second on each kind, on all workers of the job."""
+
+    def __post_init__(self) -> None:
+        instance(Job, "a Job", "build one").check("job", self.job, PlanError, " in an Arrival")
+        rule = number(0, unit="seconds").but("give the seconds from the start to the job's arrival")
+        check_fields(self, {"seconds": rule}, PlanError, f" in the arrival of {self.job.name!r}")
+        _SPEEDS.check(f"throughputs of {self.job.name!r}", self.throughputs, PlanError)

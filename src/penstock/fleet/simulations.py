@@ -18,11 +18,10 @@ from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, funct
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
-from penstock.fleet.jobs import Entity, Kind, moving_cost
+from penstock.fleet.jobs import Arrival, Entity, Kind, moving_cost
 from penstock.fleet.policies import Policy, decide
 from penstock.fleet.problems import Pair, Problem, budget_left
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
-from penstock.fleet.workloads import Arrival
 from penstock.values.documents import read_text
 
 

@@ -9,35 +9,11 @@ from typing import TypeAlias
 
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.linear_programs import OutOfReach
-from penstock.fleet.policies.blindness import blind, gandiva, isolated_shares
 from penstock.fleet.policies.completion_times import finish_time_fairness, min_makespan, min_makespan_within_budget
 from penstock.fleet.policies.costs import max_throughput, min_cost, min_cost_near_deadlines, min_cost_with_deadlines
 from penstock.fleet.policies.fairness import hierarchical, max_min_fairness, water_filling
 from penstock.fleet.policies.queues import allox, fifo, shortest_job_first, strict_fifo
 from penstock.fleet.problems import Problem
-
-__all__ = [
-    "POLICIES",
-    "Policy",
-    "allox",
-    "blind",
-    "decide",
-    "fifo",
-    "finish_time_fairness",
-    "gandiva",
-    "hierarchical",
-    "isolated_shares",
-    "max_min_fairness",
-    "max_throughput",
-    "min_cost",
-    "min_cost_near_deadlines",
-    "min_cost_with_deadlines",
-    "min_makespan",
-    "min_makespan_within_budget",
-    "shortest_job_first",
-    "strict_fifo",
-    "water_filling",
-]
 
 Policy: TypeAlias = Callable[[Problem], Allocation]
 
@@ -55,33 +31,22 @@ def decide(
         return error.nearest()
 
 
-_AWARE: dict[str, Policy] = {
-    "max-min-fairness": max_min_fairness,
-    "water-filling": water_filling,
-    "hierarchical": hierarchical,
-    "finish-time-fairness": finish_time_fairness,
-    "makespan": min_makespan,
-    "makespan-within-budget": min_makespan_within_budget,
-    "fifo": fifo,
-    "strict-fifo": strict_fifo,
-    "shortest-job-first": shortest_job_first,
-    "max-throughput": max_throughput,
-    "min-cost": min_cost,
-    "min-cost-with-deadlines": min_cost_with_deadlines,
-    "min-cost-near-deadlines": min_cost_near_deadlines,
-}
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        **_AWARE,
-        **{
-            f"blind-{name}": blind(policy)
-            for name, policy in _AWARE.items()
-            if "cost" not in name and "budget" not in name
-        },
-        "isolated-shares": isolated_shares,
+        "max-min-fairness": max_min_fairness,
+        "water-filling": water_filling,
+        "hierarchical": hierarchical,
+        "finish-time-fairness": finish_time_fairness,
+        "makespan": min_makespan,
+        "makespan-within-budget": min_makespan_within_budget,
+        "fifo": fifo,
+        "strict-fifo": strict_fifo,
+        "shortest-job-first": shortest_job_first,
+        "max-throughput": max_throughput,
+        "min-cost": min_cost,
+        "min-cost-with-deadlines": min_cost_with_deadlines,
+        "min-cost-near-deadlines": min_cost_near_deadlines,
         "allox": allox,
-        "gandiva": gandiva,
     }
 )
-"""All policies by name. Those with ``blind-`` before it cannot tell kinds apart; a policy about cost is not blind. The
-last three are baselines."""
+"""All policies by name."""

@@ -1,4 +1,4 @@
-"""Jobs that arrive over time: traces from a file, and random ones as in [Narayanan 2021, section 5.7.1]."""
+"""Random jobs that arrive over time, of the types and the throughputs of [Narayanan 2021, section 5.7.1, table 5.2]."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,22 +6,8 @@ from types import MappingProxyType
 
 import numpy
 
-from penstock.arguments import (
-    FLAG,
-    TEXT,
-    Entries,
-    FieldRules,
-    check_arguments,
-    check_fields,
-    instance,
-    integer,
-    mapping,
-    number,
-)
 from penstock.errors import PlanError
-from penstock.fleet.jobs import Job
-
-_SPEEDS = Entries(number(0, unit="steps per second").but("give 0 where the job cannot run"))
+from penstock.fleet import Arrival, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +20,6 @@ class JobType:
     gangs: Mapping[int, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """The same of several workers together, by their number. Empty for a model that trains on one."""
 
-    def __post_init__(self) -> None:
-        rules = {
-            "name": TEXT.but("give the name of the model"),
-            "gangs": mapping("write {2: (1.5, 0.5)}, or leave it out"),
-        }
-        check_fields(self, rules, PlanError, " in a JobType")
-        for speeds in (self.throughputs, *self.gangs.values()):
-            _SPEEDS.check(f"throughputs of {self.name!r}", speeds, PlanError)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A job and the time at which it comes. Its deadline counts from then."""
-
-    seconds: float
-    job: Job
-    throughputs: tuple[float, ...]
-    """Steps per second on each kind, on all workers of the job."""
-
-    def __post_init__(self) -> None:
-        instance(Job, "a Job", "build one").check("job", self.job, PlanError, " in an Arrival")
-        rule = number(0, unit="seconds").but("give the seconds from the start to the job's arrival")
-        check_fields(self, {"seconds": rule}, PlanError, f" in the arrival of {self.job.name!r}")
-        _SPEEDS.check(f"throughputs of {self.job.name!r}", self.throughputs, PlanError)
-
-
-_RULES: FieldRules = {
-    "types": Entries(instance(JobType, "a JobType", "build one, or take thesis_types()")),
-    "jobs": integer(1).but("give how many jobs come"),
-    "jobs_per_hour": number(above=0).but("give how many come in an hour"),
-    "seed": integer(0).but("give the number that the workload follows from"),
-    "gangs": FLAG,
-}
 
 THESIS_KINDS = ("V100", "P100", "K80")
 """The order of the throughputs of `thesis_types`."""
@@ -119,8 +72,6 @@ def poisson_workload(
     `gangs`: 10 % of the jobs take 2 workers, 15 % take 4 and 5 % take 8, as in the authors' program. Such a job is of a
     type that has throughputs of this many workers, and its duration is that of the gang on the first kind.
     """
-    given = {"types": types, "jobs": jobs, "jobs_per_hour": jobs_per_hour, "seed": seed, "gangs": gangs}
-    check_arguments("poisson_workload", _RULES, PlanError, **given)
     random = numpy.random.default_rng(seed)
     times = numpy.cumsum(random.exponential(3600 / jobs_per_hour, jobs)).tolist()
     return tuple(_arrival(types, index, seconds, random, gangs) for index, seconds in enumerate(times))
@@ -128,7 +79,6 @@ def poisson_workload(
 
 def static_workload(types: Sequence[JobType], jobs: int, *, seed: int = 0, gangs: bool = False) -> tuple[Arrival, ...]:
     """As `poisson_workload`, where all jobs are there at the start."""
-    check_arguments("static_workload", _RULES, PlanError, types=types, jobs=jobs, seed=seed, gangs=gangs)
     random = numpy.random.default_rng(seed)
     return tuple(_arrival(types, index, 0.0, random, gangs) for index in range(jobs))
 
