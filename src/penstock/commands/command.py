@@ -31,10 +31,15 @@ class Command:
     """Runs the command and prints the result. Raises `PenstockError`."""
 
 
+def declare_option(parser: argparse.ArgumentParser, name: str, help: str, **form: Any) -> None:
+    """Adds an option for which the library has the default: `given` finds it only where it was given."""
+    parser.add_argument(name, default=argparse.SUPPRESS, help=help, **form)
+
+
 def declare_progress(parser: argparse.ArgumentParser) -> None:
     """Adds the option of commands whose progress can be foreseen."""
     text = "a progress line on stderr (default: on a terminal)"
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    declare_option(parser, "--progress", text, action=argparse.BooleanOptionalAction)
 
 
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from penstock.commands.command import Command, given, print_json
+from penstock.commands.command import Command, declare_option, given, print_json
 from penstock.errors import PenstockError
 from penstock.progress import elapsed_line
 from penstock.values.documents import write_text
@@ -12,14 +12,8 @@ from penstock.values.documents import write_text
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="RUN_DIR", help="the run directory (PENSTOCK_RUN_DIR of the run)")
     parser.add_argument("--html", metavar="PAGE", help="write the diagnosis with all stacks to this file (HTML)")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        metavar="SECONDS",
-        dest="wait_seconds",
-        default=argparse.SUPPRESS,
-        help="how long the ranks may take to answer (default: 5)",
-    )
+    text = "how long the ranks may take to answer (default: 5)"
+    declare_option(parser, "--wait", text, type=float, metavar="SECONDS", dest="wait_seconds")
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from penstock.commands.command import Command, print_json, show
+from penstock.commands.command import Command, given, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import PlanError
 from penstock.values import Plan
@@ -13,9 +13,8 @@ from penstock.values.documents import write_text
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file (YAML), which says how many processes there are")
     parser.add_argument("words", metavar="SCRIPT", nargs="+", help="the training, and its arguments after --")
-    parser.add_argument(
-        "--cluster", metavar="NAME", default="slurm", help="slurm (default), jobset, trainjob, skypilot"
-    )
+    text = "slurm (default), jobset, trainjob, skypilot"
+    parser.add_argument("--cluster", metavar="NAME", default="slurm", help=text)
     parser.add_argument("--per-host", type=parse_count, metavar="N", default=8, help="devices of a host (default: 8)")
     parser.add_argument("--image", metavar="IMAGE", default="", help="the container that has the training")
     parser.add_argument("--device", metavar="NAME", default="", help="the kind of device, by the scheduler's name")
@@ -34,16 +33,8 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{arguments.plan}: expected a multiple of {per_host} processes, as many on every host, found {processes}: "
             "give another --per-host, or another plan"
         )
-    script, *options = arguments.words
-    job = ClusterJob(
-        Path(script).stem,
-        (script, *options),
-        hosts=processes // per_host,
-        per_host=per_host,
-        image=arguments.image,
-        device=arguments.device,
-        seconds=arguments.seconds,
-    )
+    words, about = tuple(arguments.words), given(arguments, "image", "device", "seconds")
+    job = ClusterJob(Path(words[0]).stem, words, hosts=processes // per_host, per_host=per_host, **about)
     text = job.text(arguments.cluster)
     if arguments.output:
         write_text(arguments.output, text, PlanError)

@@ -25,9 +25,8 @@ def declare_cluster(parser: argparse.ArgumentParser, *, devices: bool = False, m
     if devices:
         group.add_argument("--devices", type=parse_count, metavar="N", help="this many equal devices")
     group.add_argument("--bandwidth", type=parse_bandwidth, metavar="B", help="of every link: 12e9, 12GB/s, 10Gbps")
-    group.add_argument(
-        "--host-bandwidth", type=parse_bandwidth, metavar="B", help="of the link between each device and its host"
-    )
+    text = "of the link between each device and its host"
+    group.add_argument("--host-bandwidth", type=parse_bandwidth, metavar="B", help=text)
     if memory:
         group.add_argument("--memory", type=parse_bytes, metavar="M", help="of each device: 16e9, 16GB, 16GiB")
 
@@ -43,12 +42,8 @@ def read_cluster(
 
     Raises `PlanError` where both are given, or neither.
     """
-    options = {
-        "--devices": devices,
-        "--bandwidth": bandwidth,
-        "--host-bandwidth": host_bandwidth,
-        "--memory": memory_bytes,
-    }
+    options = {"--devices": devices, "--bandwidth": bandwidth}
+    options |= {"--host-bandwidth": host_bandwidth, "--memory": memory_bytes}
     if path is not None:
         if extra := [name for name, value in options.items() if value is not None]:
             raise PlanError(f"cluster: {path} and {', '.join(extra)} were given: expected one of them; drop the other")
@@ -61,22 +56,14 @@ def read_cluster(
 
 def declare_samples(parser: argparse.ArgumentParser) -> None:
     """Adds the option for a graph.txt, which says nothing of its minibatch."""
-    parser.add_argument(
-        "--graph-samples",
-        type=parse_count,
-        metavar="N",
-        help="samples of the minibatch that a graph.txt was measured with (default: by the size of its images, else 1)",
-    )
+    text = "samples of the minibatch that a graph.txt was measured with (default: by the size of its images, else 1)"
+    parser.add_argument("--graph-samples", type=parse_count, metavar="N", help=text)
 
 
 def declare_wire_share(parser: argparse.ArgumentParser) -> None:
     """Adds the option for a pipeline that is to have a ``wire_dtype=``."""
-    parser.add_argument(
-        "--wire-share",
-        type=float,
-        metavar="X",
-        help="links carry this share of what crosses cuts: 0.5 for bfloat16 and float32 (default: the profile's)",
-    )
+    text = "links carry this share of what crosses cuts: 0.5 for bfloat16 and float32 (default: the profile's)"
+    parser.add_argument("--wire-share", type=float, metavar="X", help=text)
 
 
 def load_profile(path: str, wire_share: float | None = None, graph_samples: int | None = None) -> Profile:

@@ -6,7 +6,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.command import Command, deliver, given, print_json, show
+from penstock.commands.command import Command, declare_option, deliver, given, print_json, show
 from penstock.commands.files import (
     declare_cluster,
     declare_samples,
@@ -54,13 +54,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         help="what a step takes with less or more memory, instead of one plan (with -o FILE: FILE.1, FILE.2, ...)",
     )
     parser.add_argument("--svg", metavar="FILE", help="with --frontier: write a picture")
-    parser.add_argument(
-        "--microbatch-sizes",
-        type=parse_counts,
-        metavar="B,B",
-        default=argparse.SUPPRESS,
-        help="further sizes to try, scaled from the profile",
-    )
+    text = "further sizes to try, scaled from the profile"
+    declare_option(parser, "--microbatch-sizes", text, type=parse_counts, metavar="B,B")
     for name, kind, metavar, text in (
         ("--planner", str, "NAME", "the method that places the layers"),
         ("--schedule", str, "NAME", names_of(lambda each: True, " or ")),
@@ -73,7 +68,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--epoch-samples", float, "N", "say what an epoch of N samples costs (a cluster file with prices)"),
         ("--deadline-seconds", float, "S", "the cheapest plan whose epoch takes no longer, instead of the fastest"),
     ):
-        parser.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        declare_option(parser, name, text, type=kind, metavar=metavar)
     for name, text in (
         ("--straight", "one device per stage, no replicas"),
         ("--shared-nic", "the devices of a server share one link to each other server"),
@@ -85,12 +80,12 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         ("--shard-optimizer", "each replica of a stage has a share of the optimizer's state"),
         ("--vertical-sync", f"with the schedule {syncing}: one weight version for a microbatch in all stages"),
     ):
-        parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
+        declare_option(parser, name, text, action="store_true")
     for name, text in (
         ("--recompute", "run forwards again instead of keeping activations"),
         ("--streamed", "weights are on the host while they are not used (else where nothing fits otherwise)"),
     ):
-        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        declare_option(parser, name, text, action=argparse.BooleanOptionalAction)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -123,9 +118,8 @@ def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespac
     from penstock.planning import compare_clusters
 
     if isinstance(profiles, Transformer):
-        raise PlanError(
-            f"--sweep and {arguments.profile}: expected a profile, found a transformer: plan each by itself"
-        )
+        where = f"--sweep and {arguments.profile}"
+        raise PlanError(f"{where}: expected a profile, found a transformer: plan each by itself")
     beside = ("cluster", "devices", "bandwidth", "memory", "output")
     if extra := [name for name in beside if getattr(arguments, name) is not None]:
         raise PlanError(f"--sweep and {', '.join(extra)} were given: expected one of them; drop the other")
@@ -133,14 +127,10 @@ def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespac
     with elapsed_line("planning for each cluster"):
         found = compare_clusters(profiles, clusters, **options)
     if arguments.json:
-        print_json(
-            [
-                {**asdict(option), "cost_per_million_samples": option.cost_per_million_samples}
-                for option in found.options
-            ]
-        )
-        return
-    show(str(found))
+        costs = ((asdict(option), option.cost_per_million_samples) for option in found.options)
+        print_json([{**option, "cost_per_million_samples": cost} for option, cost in costs])
+    else:
+        show(str(found))
 
 
 def _show_frontier(
@@ -149,13 +139,10 @@ def _show_frontier(
     from penstock.planning import frontier
 
     if isinstance(profiles, Transformer) or len(profiles) > 1:
-        raise PlanError(
-            f"--frontier and {arguments.profile}: expected one profile; measure the model, and give it alone"
-        )
+        where = f"--frontier and {arguments.profile}"
+        raise PlanError(f"{where}: expected one profile; measure the model, and give it alone")
     # What all of its plans are already may be said.
-    options = {
-        name: value for name, value in options.items() if name not in ("synchronous", "straight", "every_device")
-    }
+    options = {name: options[name] for name in options if name not in ("synchronous", "straight", "every_device")}
     if extra := [name for name in options if name not in signature(frontier).parameters]:
         raise PlanError(f"--frontier and {', '.join(extra)}: expected one of them at most; drop the others")
     with elapsed_line("finding orders"):

@@ -2,30 +2,16 @@
 
 import argparse
 
-from penstock.commands.command import Command, declare_progress, deliver, given
+from penstock.commands.command import Command, declare_option, declare_progress, deliver, given
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="CLUSTER", help="write the cluster to this file (YAML)")
-    parser.add_argument(
-        "--device",
-        default=argparse.SUPPRESS,
-        help="where the messages are: cpu, cuda, cuda:1 (default: the GPU if any)",
-    )
-    parser.add_argument(
-        "--offload-to",
-        metavar="DIRECTORY",
-        default=argparse.SUPPRESS,
-        help="where offloads go: on CPUs a directory, to measure how fast it is (default: the host's memory)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        dest="timeout_seconds",
-        metavar="SECONDS",
-        default=argparse.SUPPRESS,
-        help="how long a rank waits for another one (default: 60)",
-    )
+    declare_option(parser, "--device", "where the messages are: cpu, cuda, cuda:1 (default: the GPU if any)")
+    text = "where offloads go: on CPUs a directory, to measure how fast it is (default: the host's memory)"
+    declare_option(parser, "--offload-to", text, metavar="DIRECTORY")
+    text = "how long a rank waits for another one (default: 60)"
+    declare_option(parser, "--timeout", text, type=float, dest="timeout_seconds", metavar="SECONDS")
     declare_progress(parser)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from penstock.commands.command import Command, declare_progress, deliver, given
+from penstock.commands.command import Command, declare_option, declare_progress, deliver, given
 from penstock.commands.quantities import parse_count
 
 _TYPES = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
@@ -16,10 +16,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="PROFILE", help="write the profile to this file (JSON)")
     for name, text in (("--iterations", "timed runs of each layer"), ("--warmup", "runs before, not timed")):
-        parser.add_argument(name, type=parse_count, metavar="N", default=argparse.SUPPRESS, help=text)
-    parser.add_argument(
-        "--device", default=argparse.SUPPRESS, help="where to measure: cpu, cuda, cuda:1 (default: where the model is)"
-    )
+        declare_option(parser, name, text, type=parse_count, metavar="N")
+    declare_option(parser, "--device", "where to measure: cpu, cuda, cuda:1 (default: where the model is)")
     parser.add_argument(
         "--autocast", choices=_TYPES, help="compute in this type where PyTorch's autocast does, as the training will"
     )

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from penstock.commands.command import Command, given, print_json, show
+from penstock.commands.command import Command, declare_option, given, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import RehearsalError
 from penstock.progress import elapsed_line
@@ -15,15 +15,9 @@ def _declare(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:FUNCTION",
         help="a function without arguments that returns a dict: model, batches, and the arguments of penstock.Pipeline",
     )
-    parser.add_argument(
-        "--steps", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="train for N steps (default: 3)"
-    )
-    parser.add_argument(
-        "--accumulation",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="compare with a loop that adds up the gradients of microbatches, not with the whole batch at once",
-    )
+    declare_option(parser, "--steps", "train for N steps (default: 3)", type=parse_count, metavar="N")
+    text = "compare with a loop that adds up the gradients of microbatches, not with the whole batch at once"
+    declare_option(parser, "--accumulation", text, action="store_true")
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from penstock.commands.command import Command, given, print_json, show
+from penstock.commands.command import Command, declare_option, given, print_json, show
 from penstock.commands.files import declare_cluster, declare_samples, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.progress import elapsed_line
@@ -23,49 +23,21 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     declare_wire_share(parser)
     declare_samples(parser)
     declare_cluster(parser, devices=True)
-    parser.add_argument(
-        "--minibatches", type=parse_count, metavar="N", default=argparse.SUPPRESS, help="how many steps"
-    )
-    parser.add_argument(
-        "--update-seconds-per-byte",
-        type=float,
-        metavar="S",
-        default=argparse.SUPPRESS,
-        help="seconds of an update per byte of a stage's parameters (default: 0)",
-    )
-    parser.add_argument(
-        "--no-overlap",
-        dest="overlap",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="ranks do not compute while they send and receive",
-    )
-    parser.add_argument(
-        "--no-overlap-reduce",
-        dest="overlap_reduce",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="the sum of gradients over replicas waits for the last backward",
-    )
-    parser.add_argument(
-        "--allreduce",
-        choices=["ring", "shared"],
-        default=argparse.SUPPRESS,
-        help="how replicas sum gradients: over links of their own, or all through one medium (default: ring)",
-    )
-    parser.add_argument(
-        "--shared-nic",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="all ranks of a server share its link to each other server",
-    )
-    parser.add_argument(
-        "--split-seconds",
-        type=float,
-        metavar="S",
-        default=argparse.SUPPRESS,
-        help="extra seconds of a split backward (default: 3e-4)",
-    )
+    declare_option(parser, "--minibatches", "how many steps", type=parse_count, metavar="N")
+    ways = "over links of their own, or all through one medium (default: ring)"
+    declare_option(parser, "--allreduce", f"how replicas sum gradients: {ways}", choices=["ring", "shared"])
+    for name, text in (
+        ("--update-seconds-per-byte", "seconds of an update per byte of a stage's parameters (default: 0)"),
+        ("--split-seconds", "extra seconds of a split backward (default: 3e-4)"),
+    ):
+        declare_option(parser, name, text, type=float, metavar="S")
+    for name, text in (
+        ("overlap", "ranks do not compute while they send and receive"),
+        ("overlap_reduce", "the sum of gradients over replicas waits for the last backward"),
+    ):
+        declare_option(parser, f"--no-{name.replace('_', '-')}", text, dest=name, action="store_false")
+    text = "all ranks of a server share its link to each other server"
+    declare_option(parser, "--shared-nic", text, action="store_true")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev (JSON)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--html", metavar="FILE", help="write a page: hover, memory, critical path")
@@ -98,15 +70,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
         numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
-        print_json(
-            {
-                **numbers,
-                "ranks": timeline.ranks,
-                "busy_seconds": busy,
-                "outcome": asdict(outcome),
-                "losses": losses.parts,
-            }
-        )
+        more = {"busy_seconds": busy, "outcome": asdict(outcome), "losses": losses.parts}
+        print_json({**numbers, "ranks": timeline.ranks, **more})
         return
     show(render(timeline))
     show(_describe(outcome))

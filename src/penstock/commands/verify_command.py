@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from penstock.commands.command import Command, given, print_json, show
+from penstock.commands.command import Command, declare_option, given, print_json, show
 from penstock.commands.quantities import parse_count
 from penstock.progress import elapsed_line
 from penstock.scheduling import verify
@@ -12,13 +12,8 @@ from penstock.values import Plan, schedule
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file (YAML)")
-    parser.add_argument(
-        "--minibatches",
-        type=parse_count,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="how many steps to prove (default: into the steady state)",
-    )
+    text = "how many steps to prove (default: into the steady state)"
+    declare_option(parser, "--minibatches", text, type=parse_count, metavar="N")
 
 
 def _run(arguments: argparse.Namespace) -> None:
