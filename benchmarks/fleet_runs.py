@@ -39,8 +39,8 @@ import yaml
 
 from measurement.reports import Report, conditions, option_parser
 from penstock.fleet import POLICIES, FleetFile, Held, simulate_fleet
-from penstock.fleet.executor import LeaseRecord, RunState
 from penstock.fleet.lease_processes import THIS_NODE, Launch, LeaseProcesses, ThisNode
+from penstock.fleet.run_states import LeaseRecord, RunState
 from penstock.values.quantities import table_lines
 
 ROOT = Path(__file__).parents[1]

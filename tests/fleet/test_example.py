@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.fleet import FleetFile
-from penstock.fleet.executor import steps_done
+from penstock.fleet.run_states import steps_done
 from support.fork_server import ForkServer, finish
 from support.paths import ROOT
 

@@ -1,6 +1,7 @@
 """The executor with trainings that are processes: preemption, failures, and its own death."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +26,9 @@ from penstock.fleet import (
     max_min_fairness,
     strict_fifo,
 )
-from penstock.fleet.executor import JobState, RunState, steps_done
-from penstock.fleet.lease_processes import LOST, Launch, NodeRanks, ThisNode, number_workers
+from penstock.fleet.lease_processes import LOST, Launch, NodeRanks, ThisNode
 from penstock.fleet.linear_programs import OutOfReach
+from penstock.fleet.run_states import JobState, RunState, number_workers, steps_done
 from support.paths import ROOT
 
 pytestmark = pytest.mark.processes
@@ -83,7 +84,7 @@ def test_rounds_that_are_shorter_than_a_start_end_nonetheless(tmp_path):
 
     assert [result(tmp_path / "run", name, 5) for name in "ab"] == [15, 15]
     assert all(found.least_rounds > 1 for found in state.jobs.values())
-    assert any("before a step was saved; its next leases last 2 rounds or more" in line for line in lines)
+    assert any("before a step was saved; its next leases last" in line for line in lines)
 
 
 def test_a_lease_lasts_until_its_training_has_begun(tmp_path):
@@ -185,7 +186,11 @@ def test_a_training_that_ignores_the_signal_is_killed(tmp_path):
         executor.run()
     state = RunState.load(tmp_path / "run" / "state.json", ["a", "b"])
 
-    assert "a: its lease ended before a step was saved; its next leases last 2 rounds or more" in ended
+    # A round or more, by the load of the machine.
+    short = [
+        line for line in ended if re.fullmatch(r"a: its lease ended .*; its next leases last \d+ rounds or more", line)
+    ]
+    assert len(short) == 1
     assert all(ThisNode().find(launch(found.lease)) is None for found in state.jobs.values())
 
 

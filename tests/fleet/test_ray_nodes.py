@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.fleet.executor import RunState
+from penstock.fleet.run_states import RunState
 from support.paths import ROOT
 
 pytestmark = [

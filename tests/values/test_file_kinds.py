@@ -9,7 +9,7 @@ from penstock.capturing.weight_files import read_index
 from penstock.commands.files import load_sweep
 from penstock.errors import PenstockError
 from penstock.fleet import FleetFile, PriceHistory
-from penstock.fleet.executor import RunState
+from penstock.fleet.run_states import RunState
 from penstock.runtime.checkpoints.manifests import FORMAT
 from penstock.timelines import Timeline
 from penstock.values import Cluster, LayerProfile, Plan, Profile

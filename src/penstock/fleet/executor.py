@@ -5,121 +5,21 @@ workers again they go on from their checkpoint, perhaps on another number of sta
 may be killed at any moment: its trainings run on, and the next executor takes them over.
 """
 
-import json
-import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from penstock.arguments import check_arguments, integer, number
 from penstock.errors import PenstockError, PlanError
-from penstock.fleet.fleet_files import FleetFile
+from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
-from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, Nodes, ThisNode, number_workers
+from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, Nodes, ThisNode
 from penstock.fleet.policies import Policy, decide
 from penstock.fleet.problems import Problem, budget_left
 from penstock.fleet.round_scheduler import Lease, RoundScheduler
-from penstock.values.documents import read_json
-
-_FORMAT = "penstock-fleet-run/3"
-_STEP = re.compile(r"step-(\d+)")
-
-
-@dataclass(slots=True)
-class JobState:
-    """What is known of a job."""
-
-    status: str = "waiting"
-    """waiting, running, done or failed."""
-    lease: str = ""
-    """The name of its last lease: it is in the environment of the processes."""
-    finished: float = 0.0
-    leases: int = 0
-    preemptions: int = 0
-    failures: int = 0
-    """In a row; a lease that ends as asked sets it to 0."""
-    isolated_seconds: float = 0.0
-    """The time that its steps so far would have taken on 1/n of the fleet, n being the jobs at each moment."""
-    steps_counted: float = 0.0
-    """The steps that `isolated_seconds` is of."""
-    least_rounds: int = 1
-    """The rounds that a lease lasts at least. It doubles whenever a lease ends before a step was saved."""
-
-
-@dataclass(slots=True)
-class LeaseRecord:
-    """A lease of a real run. Times are seconds of the run."""
-
-    job: str
-    kind: str
-    devices: str
-    workers: tuple[int, ...]
-    nodes: tuple[str, ...]
-    """The node of each worker."""
-    first_round: int
-    start: float
-    steps_before: int
-    """The steps that were saved when it began."""
-    begun: float | None = None
-    """When its training made its first step."""
-    asked: float | None = None
-    """When its training was asked to save and leave."""
-    stop: float | None = None
-    """When its last process ended."""
-    steps_after: int = 0
-    """The steps that were saved when it ended."""
-
-
-@dataclass(slots=True)
-class RunState:
-    """All jobs of a run, and the seconds that it has lasted, pauses of the executor left out."""
-
-    jobs: dict[str, JobState]
-    seconds: float = 0.0
-    rounds: int = 0
-    leases: list[LeaseRecord] = field(default_factory=list)
-    nodes: dict[str, list[str]] = field(default_factory=dict)
-    """The node of each worker by the name of the devices; empty where the worker is not there."""
-
-    def save(self, path: Path) -> None:
-        """Replaces the file at once, so that a reader finds the old state or the new one."""
-        beside = path.with_suffix(".new")
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, **asdict(self)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-
-    @classmethod
-    def load(cls, path: Path, jobs: Sequence[str]) -> "RunState":
-        """The state of a run that was interrupted, or a new one. Raises `PlanError` if it is of other jobs."""
-        if not path.exists():
-            return cls({name: JobState() for name in jobs})
-        place = read_json(path, PlanError)
-        place.check_format(_FORMAT)
-        found: dict[str, Any] = dict(place.value) if isinstance(place.value, dict) else {}
-        if list(found["jobs"]) != list(jobs):
-            raise PlanError(
-                f"{path}: expected a run of the jobs {', '.join(jobs)}, found {', '.join(found['jobs'])}: give another "
-                "directory, or the fleet file that this run began with"
-            )
-        states = {name: JobState(**row) for name, row in found["jobs"].items()}
-        lists = ("workers", "nodes")
-        leases = [LeaseRecord(**{**row, **{key: tuple(row[key]) for key in lists}}) for row in found["leases"]]
-        return cls(states, found["seconds"], found["rounds"], leases, found["nodes"])
-
-
-def steps_done(checkpoints: Path) -> int:
-    """The steps of the newest checkpoint in a directory that `Pipeline.save` writes to; 0 without one."""
-    if not checkpoints.is_dir():
-        return 0
-    matches = (_STEP.fullmatch(entry.name) for entry in checkpoints.iterdir())
-    return max((int(match[1]) for match in matches if match), default=0)
-
+from penstock.fleet.run_states import LeaseRecord, RunState, number_workers, steps_done
 
 _POLL_SECONDS = 0.05
 _KILLED = -9
@@ -156,24 +56,24 @@ class FleetExecutor:
             grace_seconds=grace_seconds,
             most_failures=most_failures,
         )
+        self._commands: dict[str, TrainingCommand] = {}
         for model, command in zip(fleet.jobs, fleet.commands, strict=True):
             if command is None:
                 raise PlanError(
                     f"job {model.job.name!r}: command: expected the words that start it, found none: add it"
                 )
+            self._commands[model.job.name] = command
         self._fleet, self._policy, self._report = fleet, policy, report
         self._nodes = ThisNode() if nodes is None else nodes
         self._table = fleet.table()
         # A job that runs on no kind is refused, and not taken for one whose machines are not there.
         fleet.problem(self._table)
-        self._commands = {
-            model.job.name: command for model, command in zip(fleet.jobs, fleet.commands, strict=True) if command
-        }
+        self._steps = {model.job.name: model.job.steps for model in fleet.jobs}
         self._directory = Path(directory).absolute()
         self._round_seconds, self._grace_seconds, self._most_failures = round_seconds, grace_seconds, most_failures
         self._processes: dict[str, LeaseProcesses] = {}
         self._records: dict[str, LeaseRecord] = {}
-        self._known: tuple[tuple[str, ...], dict[str, int]] = ((), {})
+        self._known: tuple[tuple[str, ...], list[int]] = ((), [])
         """The jobs and the workers that the last decision was about."""
         self._isolated: dict[str, float] = {}
         """The steps per second of each job of the last decision on 1/n of the fleet."""
@@ -181,7 +81,7 @@ class FleetExecutor:
     def run(self) -> FleetRun:
         """Trains until every job is done or given up. Raises `PenstockError` if some were given up."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._state = RunState.load(self._directory / "state.json", [model.job.name for model in self._fleet.jobs])
+        self._state = RunState.load(self._directory / "state.json", list(self._steps))
         self._began = time.monotonic() - self._state.seconds
         self._take_over()
         self._look_around()
@@ -214,12 +114,12 @@ class FleetExecutor:
         self._look_around()
         active = self._active()
         if active:
-            if (active, self._counts()) != self._known:
+            if (active, there := self._state.there(self._fleet.kinds)) != self._known:
                 begun = bool(self._state.leases)
                 self._scheduler.begin(decide(self._policy, self._problem(active), begun, self._report))
-                self._known = active, self._counts()
+                self._known = active, there
             young = [name for name in self._processes if self._is_young(name)]
-            leases = self._scheduler.next_round(active, young, self._absent())
+            leases = self._scheduler.next_round(active, young, self._state.absent())
             kept = {lease.jobs[0] for lease in leases if lease.renewed and lease.jobs[0] in self._processes}
             self._exchange([name for name in self._processes if name not in kept], leases)
             self._kept.clear()
@@ -234,29 +134,16 @@ class FleetExecutor:
 
     def _look_around(self) -> None:
         """Numbers the workers that are there now. Leases whose nodes are gone end."""
-        before, kinds = self._counts(), self._fleet.kinds
-        self._state.nodes = number_workers(kinds, self._state.nodes, self._nodes.there(kinds))
-        for devices, count in self._counts().items():
-            if count != before[devices]:
-                self._report(f"{devices}: {count} of {len(self._state.nodes[devices])} workers are there")
+        state, kinds = self._state, self._fleet.kinds
+        before = state.there(kinds)
+        state.nodes = number_workers(kinds, state.nodes, self._nodes.there(kinds))
+        for kind, old, now in zip(kinds, before, state.there(kinds), strict=True):
+            if now != old:
+                self._report(f"{kind.name}: {now} of {kind.workers} workers are there")
         for name, record in list(self._records.items()):
-            if self._nodes_of(record.devices, record.workers) != record.nodes:
+            if self._state.nodes_of(record.devices, record.workers) != record.nodes:
                 self._processes[name].kill()
                 self._close(name, LOST)
-
-    def _absent(self) -> dict[str, set[int]]:
-        """The workers that are not there, by the name of the devices; none before the first look."""
-        found = self._state.nodes.items()
-        return {devices: {worker for worker, node in enumerate(names) if not node} for devices, names in found}
-
-    def _counts(self) -> dict[str, int]:
-        """How many workers are there, by the name of the devices."""
-        absent = self._absent()
-        return {kind.devices: kind.workers - len(absent.get(kind.devices, ())) for kind in self._fleet.kinds}
-
-    def _nodes_of(self, devices: str, workers: Sequence[int]) -> tuple[str, ...]:
-        names = dict(enumerate(self._state.nodes.get(devices, [])))
-        return tuple(names.get(worker, "") for worker in workers)
 
     def _problem(self, active: tuple[str, ...]) -> Problem:
         """What the policy decides about now: the steps that are still to be made, on the workers that are there. No job
@@ -272,8 +159,8 @@ class FleetExecutor:
             deadline = None if job.deadline_seconds is None else max(job.deadline_seconds - age, 1.0)
             now = replace(job, steps=left, elapsed_seconds=age, isolated_seconds=state.isolated_seconds)
             jobs.append(replace(now, deadline_seconds=deadline))
-        rows, counts = self._table.throughputs(), [self._counts()[kind.devices] for kind in self._fleet.kinds]
-        budget = budget_left(self._fleet.budget, self._cost(self._held(self._now())))
+        rows, counts = self._table.throughputs(), self._state.there(self._fleet.kinds)
+        budget = budget_left(self._fleet.budget, self._cost(self._state.held(self._now())))
         speeds = tuple(tuple(s if n else 0.0 for s, n in zip(rows[i], counts, strict=True)) for i in numbers)
         kinds = tuple(replace(kind, workers=max(n, 1)) for kind, n in zip(self._fleet.kinds, counts, strict=True))
         problem = Problem(tuple(jobs), kinds, speeds, entities=self._fleet.entities, budget=budget)
@@ -310,7 +197,7 @@ class FleetExecutor:
             lease.kind,
             lease.devices,
             lease.workers,
-            self._nodes_of(lease.devices, lease.workers),
+            self._state.nodes_of(lease.devices, lease.workers),
             first_round=self._state.rounds,
             start=self._now(),
             steps_before=steps_done(self._checkpoints(name)),
@@ -332,7 +219,7 @@ class FleetExecutor:
         processes = command.processes.get(record.kind, len(record.workers))
         return Launch(
             lease=self._state.jobs[record.job].lease,
-            words=command.filled(self._checkpoints(record.job), self._steps(record.job), processes),
+            words=command.filled(self._checkpoints(record.job), self._steps[record.job], processes),
             folder=folder,
             environment={
                 "PENSTOCK_FLEET_KIND": record.kind,
@@ -396,7 +283,7 @@ class FleetExecutor:
         return starts or short or name in self._kept
 
     def _has_all_steps(self, name: str) -> bool:
-        return steps_done(self._checkpoints(name)) >= self._steps(name)
+        return steps_done(self._checkpoints(name)) >= self._steps[name]
 
     def _notice(self) -> bool:
         """Takes note of what has begun and ended; says whether a lease was lost."""
@@ -449,7 +336,7 @@ class FleetExecutor:
 
     def _active(self) -> tuple[str, ...]:
         """The jobs that have arrived, are not done, and run on what is there."""
-        counts = [self._counts()[kind.devices] for kind in self._fleet.kinds]
+        counts = self._state.there(self._fleet.kinds)
         there = zip(self._fleet.jobs, self._fleet.arrivals, self._table.throughputs(), strict=True)
         arrived = [
             model.job.name
@@ -469,9 +356,6 @@ class FleetExecutor:
         self._state.seconds = self._now()
         self._state.save(self._directory / "state.json")
 
-    def _steps(self, name: str) -> float:
-        return next(model.job.steps for model in self._fleet.jobs if model.job.name == name)
-
     def _folder(self, name: str) -> Path:
         return self._directory / name
 
@@ -486,7 +370,7 @@ class FleetExecutor:
         done = []
         for model, arrived in zip(self._fleet.jobs, self._fleet.arrivals, strict=True):
             job = self._state.jobs[model.job.name]
-            held = [lease for lease in self._held() if lease.job == model.job.name]
+            held = [lease for lease in self._state.held() if lease.job == model.job.name]
             done.append(
                 CompletedJob(
                     model.job,
@@ -499,16 +383,9 @@ class FleetExecutor:
                 )
             )
         done.sort(key=lambda job: job.finished)
-        return FleetRun(self._fleet.kinds, tuple(done), self._state.seconds, self._state.rounds, tuple(self._held()))
-
-    def _held(self, now: float | None = None) -> list[Held]:
-        """The leases that have ended; with `now`, those that go on as well, up to then."""
-        stops = [(lease, now if lease.stop is None else lease.stop) for lease in self._state.leases]
-        return [
-            Held(lease.job, lease.devices, lease.workers, lease.start, stop)
-            for lease, stop in stops
-            if stop is not None
-        ]
+        return FleetRun(
+            self._fleet.kinds, tuple(done), self._state.seconds, self._state.rounds, tuple(self._state.held())
+        )
 
     def _cost(self, leases: Sequence[Held]) -> float:
         prices = {kind.devices: kind.price_per_hour for kind in self._fleet.kinds}

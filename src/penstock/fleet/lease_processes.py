@@ -113,25 +113,6 @@ class ThisNode:
         return _FoundRanks(launch.lease, leaders) if leaders else None
 
 
-def number_workers(
-    kinds: Sequence[Kind], before: Mapping[str, Sequence[str]], there: Mapping[str, Mapping[str, int]]
-) -> dict[str, list[str]]:
-    """The node of each worker, by the name of the devices; empty for a worker that is not there. Workers keep the nodes
-    that they had `before`. `there`: how many devices each node has; it should be `workers_per_server` of the kind.
-    """
-    found = {}
-    for kind in kinds:
-        left = Counter(there.get(kind.devices, {}))
-        names = [*before.get(kind.devices, ()), *[""] * kind.workers][: kind.workers]
-        for worker, name in enumerate(names):
-            left[name] -= 1
-            if left[name] < 0:
-                names[worker] = ""
-        new = left.elements()
-        found[kind.devices] = [name or next(new, "") for name in names]
-    return found
-
-
 class NodeRanks:
     """The ranks of a lease on one node."""
 
