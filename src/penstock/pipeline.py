@@ -220,7 +220,7 @@ class Pipeline:
         timeout_seconds: float = 600.0,
     ) -> None:
         self._build(
-            PipelineOptions(
+            lambda: PipelineOptions(
                 ModelOptions(model, sample, init_fn),
                 Recipe(
                     loss_fn,
@@ -258,20 +258,24 @@ class Pipeline:
                     offload_to=offload_to,
                     timeout_seconds=timeout_seconds,
                 ),
-            )
+            ),
+            timeout_seconds,
         )
 
-    def _build(self, options: PipelineOptions, *, again: bool = False) -> None:
+    def _build(
+        self, make_options: Callable[[], PipelineOptions], timeout_seconds: float, *, again: bool = False
+    ) -> None:
         """Builds the pipeline, in the five steps of docs/architecture.md.
 
+        `make_options`: raises for a wrong argument. The processes have met by then, so that it is an error of all.
         `again`: in place of itself with another plan, to go on from its own checkpoint.
         """
         inject_here()
-        recipe, run = options.recipe, options.run
-        self._options = options
-        self._world: World = join_world(check_timeout(run.timeout_seconds))
+        self._world: World = join_world(check_timeout(timeout_seconds))
         self._guarded, self._opened = FailureGuard(self._world), open_resources(self, self._world)
         with self._guarded("building the pipeline"):
+            self._options = options = make_options()
+            recipe, run = options.recipe, options.run
             if not again:
                 check_options(self._world, options)
             # 1. The model becomes a chain of layers.
@@ -577,7 +581,7 @@ class Pipeline:
                 saved, own, claims = self.save(apply), self._checkpoints.own, copy(self._checkpoints.claims)
                 self.close()
                 with old_numbers(options.model.model):
-                    self._build(options, again=True)
+                    self._build(lambda: options, options.run.timeout_seconds, again=True)
                     self._checkpoints.continue_from(own, claims, saved, self._guarded)
             self._parts.leave(loaded=True)
             self._resumption.rollbacks = rollbacks
@@ -754,5 +758,5 @@ class Pipeline:
 def build_pipeline(options: PipelineOptions) -> Pipeline:
     """The pipeline that `Pipeline` makes of `options` as arguments."""
     pipe = Pipeline.__new__(Pipeline)
-    pipe._build(options)
+    pipe._build(lambda: options, options.run.timeout_seconds)
     return pipe

@@ -30,6 +30,8 @@ def main(way):
     options = {"sample": (torch.zeros(2, 4),), "loss_fn": nn.functional.mse_loss, "check": "off"}
     if way == "sample":
         options["sample"] = (torch.zeros(2, 5),)
+    if way == "argument":
+        options["schedule"] = "1f1b-flash"
     with penstock.Pipeline(model, optimizer=lambda p: torch.optim.SGD(p, 0.1), **options) as pipe:
         pipe.step(torch.zeros(2, 4), torch.zeros(2, 4))
         if way == "script" or (way == "one" and pipe.rank == 0):
@@ -59,8 +61,9 @@ def start(fork_server: ForkServer, folder: Path, way: str) -> list[str]:
     ("way", "sentence", "own"),
     [
         ("layer", "rank 1 failed in a step: ValueError: the layer is tired", "train.py, line 14, in forward: raise"),
-        ("one", "rank 0 failed outside the pipeline: KeyError: 'no such column'", "train.py, line 26, in main: raise"),
-        ("script", r"rank \d failed outside the pipeline: KeyError: 'no such column'", "train.py, line 26, in main: r"),
+        ("one", "rank 0 failed outside the pipeline: KeyError: 'no such column'", "train.py, line 28, in main: raise"),
+        ("script", r"rank \d failed outside the pipeline: KeyError: 'no such column'", "train.py, line 28, in main: r"),
+        ("argument", r"rank \d failed building the pipeline: PlanError: ", "train.py, line 25, in main: with pens"),
         ("sample", r"rank \d failed building the pipeline: CaptureError: ", "train.py, line 15, in forward: return"),
     ],
 )
