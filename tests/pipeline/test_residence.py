@@ -1,5 +1,6 @@
 """Streamed stages: weights and gradients at home on the host between visits. The bits are the oracle's."""
 
+import gc
 import os
 import resource
 import subprocess
@@ -225,7 +226,9 @@ def test_a_failed_step_leaves_weights_at_home_and_as_they_were(action: str, tmp_
     pipe.close()
 
 
-def test_what_cannot_stream_is_refused_by_name() -> None:
+def test_what_cannot_stream_is_refused_by_name(tmp_path: Path) -> None:
+    """A refused pipeline leaves no file open."""
+
     class Other(nn.Parameter):
         pass
 
@@ -241,7 +244,8 @@ def test_what_cannot_stream_is_refused_by_name() -> None:
         penstock.Pipeline(model, **{**given, "optimizer": OwnCounter})
     model[0].weight = Other(model[0].weight.detach())
     with pytest.raises(PenstockError, match=r"expected a plain parameter, .* found .*Other, whose memory is not its"):
-        penstock.Pipeline(model, **given)
+        penstock.Pipeline(model, **given, offload_to=tmp_path)
+    gc.collect()
 
 
 @pytest.fixture

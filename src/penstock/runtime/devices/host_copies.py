@@ -110,6 +110,8 @@ class HostCopier:
         self._staging.enter_thread()
         while (work := self._work.get()) is not None:
             work()
+            # What it refers to may be dropped while the thread waits.
+            del work
 
     def _memory(self, layout: Layout) -> Tensor:
         kept = self._kept[layout]

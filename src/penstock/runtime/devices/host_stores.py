@@ -130,6 +130,8 @@ class FileStore:
                 f"offload_to={str(directory)!r}: expected a directory that this process can write in, found: "
                 f"{error.strerror}. Create it, or pass another one"
             ) from error
+        # A pipeline whose build has failed is collected, not closed.
+        self._close = weakref.finalize(self, self._file.close)
         self._copier = HostCopier(HostStaging(), torch.device("cpu"))
         self._free: defaultdict[int, list[_Span]] = defaultdict(list)
         self._size = 0
@@ -221,7 +223,7 @@ class FileStore:
     def close(self) -> None:
         self._copier.close()
         self.staging.close()
-        self._file.close()
+        self._close()
 
     def _no_room(self, size: int, error: OSError) -> PenstockError:
         return PenstockError(
