@@ -5,6 +5,7 @@ Layers of a library that is not installed are left out. `support.packed_layers` 
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,28 @@ def test_quantized_layers_equal_the_oracle(kind: str, options: dict[str, Any]) -
             if parameter.requires_grad:
                 assert torch.equal(parameter, expected.state[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_stream_or_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Those of four bits move; of other kinds the memory is not the parameter's own."""
+    model, batches = setting(kind)
+    plan = penstock.Plan.uniform(4, 4, "breadth-first", 4, 4, microbatch_size=2)
+    given: dict[str, Any] = {"sample": (batches[0][0][:2],), "loss_fn": F.mse_loss, "optimizer": ADAM}
+    streamed = replace(plan, recompute=True, streamed=True)
+    build = partial(penstock.Pipeline, model, plan=streamed, offload_to=tmp_path, **given)
+    if kind not in (*FOUR_BITS, "buffers of float8"):
+        with pytest.raises(penstock.PenstockError, match=r"parameter \S+base\.weight: expected a plain parameter"):
+            build()
+        return
+    packed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    expected = penstock.reference_train(setting(kind)[0], batches, plan=plan, **given)
+    with build() as pipe:
+        assert not any(parameter.untyped_storage().resizable() for parameter in packed), "not at home"
+        assert tuple(float(pipe.step(*batch).loss) for batch in batches) == expected.losses
+        for name, parameter in pipe.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(parameter, expected.state[name]), name
 
 
 def train_all(kinds: list[str], directory: Path) -> list[list[float]]:
