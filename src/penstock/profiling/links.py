@@ -189,7 +189,7 @@ def measure_host_bandwidth(device: torch.device, offload_to: str | Path) -> floa
     staging = staging_for(device)
     if offload_to == HOST and not staging.separate_memory:
         return None
-    store: Any = make_host_store(offload_to, staging)
+    store = make_host_store(offload_to, staging)
     payload = torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
     kept, leaving = store.put([payload])
     store.wait(leaving)

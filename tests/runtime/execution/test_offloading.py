@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.host_stores import HOST, MemoryStore, Slot, make_host_store
+from penstock.runtime.devices.host_stores import HOST, MemoryStore, make_host_store
 from penstock.runtime.devices.staging import HostStaging
 from penstock.runtime.execution.executor import StageExecutor
 from penstock.runtime.execution.offloading import Offloads
@@ -43,7 +43,7 @@ class Watched(MemoryStore):
         super().__init__(HostStaging())
         self.sizes: list[int] = []
 
-    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Slot], Any]:
+    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Any]:
         self.sizes += [tensor.numel() for tensor in tensors]
         return super().put(tensors)
 
@@ -295,10 +295,14 @@ def test_a_full_disk_is_an_error_that_names_the_directory(tmp_path: Path, monkey
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for 48 bytes there, found"):
         offloads.store.memory((torch.Size((6,)), (1,), torch.float64))
     executor.forward(0, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
-    executor.saved_tensors(0).offload(2)
-
     with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for \\d+ bytes there, found"):
-        executor.saved_tensors(0).reload()
+        executor.saved_tensors(0).offload(2)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "pwrite", refuse)
+    executor.forward(1, (received(),), lambda given: (given[0].exp().sin(),), offloads=offloads)
+    executor.saved_tensors(1).offload(2)
+    with pytest.raises(PenstockError, match=f"offload_to='{tmp_path}': expected room for \\d+ bytes there, found"):
+        executor.saved_tensors(1).reload()
     offloads.store.close()
 
 
@@ -314,7 +318,7 @@ def test_a_file_grows_no_more_when_its_slots_are_free(tmp_path: Path) -> None:
         executor.saved_tensors(k).offload(2)
         executor.saved_tensors(k).reload()
         executor.backward(k, (torch.ones_like(output),))
-        sizes.append(os.fstat(offloads.store._file.fileno()).st_size)  # type: ignore[union-attr]
+        sizes.append(os.fstat(offloads.store._file.fileno()).st_size)  # type: ignore[attr-defined]
 
     assert sizes == [sizes[0]] * 3 and sizes[0] > 0
     offloads.store.close()

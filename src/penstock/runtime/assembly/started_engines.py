@@ -19,7 +19,7 @@ from penstock.runtime.assembly.parallelize_hooks import ParallelStages, sharded_
 from penstock.runtime.assembly.pipeline_options import RunOptions
 from penstock.runtime.assembly.scheduled_plans import ScheduledPlan, distinct_parameters, starts_of, tied_parameters
 from penstock.runtime.devices.host_copies import HostCopier
-from penstock.runtime.devices.host_stores import HostStore, make_host_store
+from penstock.runtime.devices.host_stores import MemoryStore, make_host_store
 from penstock.runtime.devices.local_devices import DeviceContext, make_device_context
 from penstock.runtime.devices.timestamps import Timestamp
 from penstock.runtime.engine.call_agreement import call_edges
@@ -143,7 +143,7 @@ def make_workers(
     updater: Updater,
     transport: Transport,
     context: DeviceContext,
-    store: HostStore,
+    store: MemoryStore,
 ) -> list[Worker]:
     """A worker for each rank of this process. `counted`: by stage, the parameters that count in its norm. `store`:
     keeps what is offloaded.

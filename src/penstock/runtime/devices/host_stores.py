@@ -1,13 +1,13 @@
 """Stores for what a device has no room for: in host memory, or in a file in a directory.
 
-What is put and fetched is flat and of bytes. On an accelerator the copies run on the two streams of its staging, into
-pinned memory and back. On a CPU host memory is the memory that they come from, so that only a file saves any; a thread
-writes and reads it while the computation goes on. The file is written and not mapped: a disk that is full is then an
-error and not a signal that ends the process. It has no name, and ends with the process.
+`memory` is a tensor's home, which users read in place, and `staging` copies to and from homes: on an accelerator on two
+streams, into pinned memory and back, on a CPU in two threads. There host memory is the memory that tensors come from,
+so that only a file saves any. In a directory a home is a part of the file, which is mapped and has its room on the disk
+before: a disk that is full is then an error and not a signal that ends the process. The file is written and read by
+calls, which is twice as fast as through the map, and the kernel drops the pages: in a memory cgroup pages that are not
+yet written count. It has no name, and ends with the process.
 
-`memory` is a tensor's home, which users read in place. In a directory it is a part of the file, which is mapped and has
-its room on the disk before. `staging` copies to and from homes. It writes and reads the file by calls, which is twice
-as fast as through the map, and has the kernel drop the pages: in a memory cgroup pages that are not yet written count.
+What is put and fetched, flat and of bytes, has homes that are used again.
 
 Laws of this file:
   1. What was put is valid when its copy has ended, and so is what was fetched. `wait` orders the caller after a copy.
@@ -23,7 +23,6 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,15 +31,11 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.devices.host_copies import HostCopier, ThreadStaging
+from penstock.runtime.devices.host_copies import ThreadStaging
 from penstock.runtime.devices.staging import NOTHING_STAGED, DeviceStaging, HostStaging, Staged, Staging, layout_of
 
 HOST = "host"
 """The value of ``offload_to=`` for host memory."""
-Slot: TypeAlias = Any
-"""Room for one tensor in a store."""
-Copying: TypeAlias = Any
-"""Copies between a device and a store, on their way."""
 
 
 class MemoryStore:
@@ -48,7 +43,7 @@ class MemoryStore:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self.staging = staging if isinstance(staging, DeviceStaging) else ThreadStaging()
+        self.staging: Staging = staging if isinstance(staging, DeviceStaging) else ThreadStaging()
         """Copies to and from what `memory` returned."""
         self._free: defaultdict[int, list[tuple[Tensor, Staged]]] = defaultdict(list)
         """By size, each with the last copy from it."""
@@ -67,18 +62,18 @@ class MemoryStore:
         """Starts to copy `tensors` of the device. Returns their slots."""
         # All slots before the copies, which come after what this stream waits for now.
         slots = iter([self._slot(layout_of(tensor)) for tensor in tensors])
-        staged = self._staging.to_host(tensors, lambda _: next(slots), kept=True)
+        staged = self.staging.to_host(tensors, lambda _: next(slots), kept=True)
         return staged[0], staged
 
     def fetch(self, slots: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy back what is in `slots`, into new memory of the device."""
-        staged = self._staging.back_to_device(slots)
+        staged = self.staging.back_to_device(slots)
         self._last = (), staged[1]
         return staged[0], staged
 
     def wait(self, copying: Staged) -> None:
         """Has what the caller computes from now on come after these copies."""
-        self._staging.follow(copying)
+        self.staging.follow(copying)
 
     def release(self, slots: Sequence[Tensor], fetched: Staged | None) -> None:
         """Lets others use `slots`, after they have been copied back, if they are: `fetched`."""
@@ -94,7 +89,7 @@ class MemoryStore:
 
     def _slot(self, layout: Layout) -> Tensor:
         if not (free := self._free[layout[0].numel()]):
-            return self._staging.host_memory(layout)
+            return self.memory(layout)
         slot, fetched = free.pop()
         self.wait(fetched)
         return slot
@@ -118,10 +113,11 @@ if _write_out is not None:
     _write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-class FileStore:
-    """Keeps tensors of the CPU in a file without a name in `directory`, by the methods of `MemoryStore`."""
+class FileStore(MemoryStore):
+    """Keeps tensors of the CPU in a file without a name in `directory`."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(HostStaging())
         self._directory = directory
         try:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
@@ -132,8 +128,8 @@ class FileStore:
             ) from error
         # A pipeline whose build has failed is collected, not closed.
         self._close = weakref.finalize(self, self._file.close)
-        self._copier = HostCopier(HostStaging(), torch.device("cpu"))
-        self._free: defaultdict[int, list[_Span]] = defaultdict(list)
+        self._spans: defaultdict[int, list[_Span]] = defaultdict(list)
+        """By length, those of homes that are no more."""
         self._size = 0
         self._homes: dict[int, int] = {}
         """By the address of what is mapped, its first byte in the file."""
@@ -149,7 +145,9 @@ class FileStore:
         # A full disk is an error here, and none later; macOS has no such call.
         reserve = getattr(os, "posix_fallocate", lambda file, start, length: os.truncate(file, start + length))
         try:
-            start, length = slot = self._slot(-(-size // _PAGE) * _PAGE)
+            length = -(-size // _PAGE) * _PAGE
+            start, _ = span = self._spans[length].pop() if self._spans[length] else (self._size, length)
+            self._size = max(self._size, start + length)
             reserve(self._file.fileno(), start, length)
             address = _map(None, length, *_SHARED, self._file.fileno(), start)
             if address == ctypes.c_void_p(-1).value:
@@ -157,16 +155,16 @@ class FileStore:
         except OSError as error:
             raise self._no_room(size, error) from error
         mapped = (ctypes.c_char * size).from_address(address)
-        weakref.finalize(mapped, self._forget, address, slot).atexit = False
+        weakref.finalize(mapped, self._forget, address, span).atexit = False
         self._homes[address] = start
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
 
-    def _forget(self, address: int, slot: _Span) -> None:
+    def _forget(self, address: int, span: _Span) -> None:
         """Ends a map, after the last tensor there."""
         del self._homes[address]
-        _unmap(address, slot[1])
-        self._free[slot[1]].append(slot)
+        _unmap(address, span[1])
+        self._spans[span[1]].append(span)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._homes
@@ -182,11 +180,13 @@ class FileStore:
         if not home.nbytes:
             return
         # Its memory in its own order: homes are laid out as what they are the homes of.
-        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        span, touched = (self._homes[home.data_ptr()], home.nbytes), self._touched[move]
+        memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+        start, touched, done = self._homes[home.data_ptr()], self._touched[move], 0
         try:
-            self._pass(move, [(flat, span)])
-            touched.append(span)
+            # A call of the system moves 2 GB at most.
+            while done < home.nbytes:
+                done += move(self._file.fileno(), memory[done:], start + done)
+            touched.append((start, home.nbytes))
             if sum(size for _, size in touched) >= _MOST_PAGES:
                 self._drop_pages(touched)
         except OSError as error:
@@ -202,27 +202,10 @@ class FileStore:
             if _advise is not None:
                 _advise(file, *span, _NOT_NEEDED)
 
-    def put(self, tensors: Sequence[Tensor]) -> tuple[Sequence[_Span], "Future[None]"]:
-        slots = [self._slot(tensor.numel()) for tensor in tensors]
-        return slots, self._copier.submit(self._pass, os.pwrite, list(zip(tensors, slots, strict=True)))
-
-    def fetch(self, slots: Sequence[_Span]) -> tuple[Sequence[Tensor], "Future[None]"]:
-        tensors = [torch.empty(size, dtype=torch.uint8) for _, size in slots]
-        return tensors, self._copier.submit(self._pass, _read, list(zip(tensors, slots, strict=True)))
-
-    def wait(self, copying: "Future[None]") -> None:
-        try:
-            copying.result()
-        except OSError as error:
-            raise self._no_room(self._size, error) from error
-
-    def release(self, slots: Sequence[_Span], fetched: "Future[None] | None") -> None:
-        for slot in slots:
-            self._free[slot[1]].append(slot)
-
     def close(self) -> None:
-        self._copier.close()
-        self.staging.close()
+        # A copy that has failed was an error before.
+        self._last = NOTHING_STAGED
+        super().close()
         self._close()
 
     def _no_room(self, size: int, error: OSError) -> PenstockError:
@@ -230,23 +213,6 @@ class FileStore:
             f"offload_to={str(self._directory)!r}: expected room for {size} bytes there, found: {error.strerror}. Keep "
             "the directory while the pipeline trains, pass one of a larger file system, or offload less"
         )
-
-    def _slot(self, size: int) -> _Span:
-        if free := self._free[size]:
-            return free.pop()
-        start = -(-self._size // _PAGE) * _PAGE
-        self._size = start + size
-        return start, size
-
-    def _pass(self, move: Callable[[int, Any, int], int], pairs: list[tuple[Tensor, _Span]]) -> None:
-        """Writes or reads, in the thread, which holds no tensor when it is done. A call of the system moves 2 GB at
-        most.
-        """
-        while pairs:
-            tensor, (start, size) = pairs.pop()
-            memory, done = tensor.numpy().data, 0
-            while done < size:
-                done += move(self._file.fileno(), memory[done:], start + done)
 
 
 def _read(file: int, memory: memoryview, start: int) -> int:
@@ -256,10 +222,7 @@ def _read(file: int, memory: memoryview, start: int) -> int:
     return found
 
 
-HostStore: TypeAlias = MemoryStore | FileStore
-
-
-def make_host_store(offload_to: str | Path, staging: Staging) -> HostStore:
+def make_host_store(offload_to: str | Path, staging: Staging) -> MemoryStore:
     """The store of ``offload_to=``: `HOST`, or a directory. `PenstockError` for a directory beside an accelerator."""
     if offload_to == HOST:
         return MemoryStore(staging)

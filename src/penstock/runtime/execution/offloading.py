@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices.host_stores import Copying, HostStore, Slot
+from penstock.runtime.devices.host_stores import MemoryStore
+from penstock.runtime.devices.staging import Staged
 from penstock.torch_internals.tensors import storage_key, storage_references, times_written
 
 _CPU = torch.device("cpu")
@@ -94,8 +95,8 @@ class _Leaving(NamedTuple):
     """Memory on its way to the store, kept until its copy has ended."""
 
     memories: Sequence[Tensor]
-    slots: Sequence[Slot]
-    copying: Copying
+    slots: Sequence[Tensor]
+    copying: Staged
     until: int
     """The number of the forward or backward for which it is dropped."""
 
@@ -108,7 +109,7 @@ class Offloads:
     copy has time. What is computed from then on comes after the copy, so that it can reuse the memory.
     """
 
-    store: HostStore
+    store: MemoryStore
     device: torch.device = _CPU
     """The device whose memory is to get free."""
     leaving: list[_Leaving] = field(default_factory=list)
@@ -121,18 +122,18 @@ class Offloads:
         self._begun += 1
         self._wait([each for each in self.leaving if each.until <= self._begun])
 
-    def send(self, memories: Sequence[Tensor], behind: int) -> Sequence[Slot]:
+    def send(self, memories: Sequence[Tensor], behind: int) -> Sequence[Tensor]:
         """Starts to copy `memories` to the store, and drops them for the forward or backward number `behind`."""
         slots, copying = self.store.put(memories)
         self.leaving.append(_Leaving(memories, slots, copying, self._begun + behind))
         return slots
 
-    def bring(self, slots: Sequence[Slot]) -> tuple[Sequence[Tensor], Copying]:
+    def bring(self, slots: Sequence[Tensor]) -> tuple[Sequence[Tensor], Staged]:
         """Starts to copy `slots` back. The copies to them have ended before."""
         self._wait([each for each in self.leaving if each.slots is slots])
         return self.store.fetch(slots)
 
-    def take(self, slots: Sequence[Slot], copying: Copying | None) -> None:
+    def take(self, slots: Sequence[Tensor], copying: Staged | None) -> None:
         """Has what is computed from now on come after this copy back, if there is one, and releases its slots."""
         if copying is not None:
             self.store.wait(copying)
@@ -153,8 +154,8 @@ class SavedTensors:
         """Weak, since autograd frees what it saved while the backward goes on."""
         self._away: list[list[_View]] = []
         """By storage: its views."""
-        self._slots: Sequence[Slot] = ()
-        self._coming: tuple[Sequence[Tensor], Copying] | None = None
+        self._slots: Sequence[Tensor] = ()
+        self._coming: tuple[Sequence[Tensor], Staged] | None = None
 
     def recording(self) -> AbstractContextManager[None]:
         """The context of the forward. What a block saves by hooks of its own stays as the block has it."""

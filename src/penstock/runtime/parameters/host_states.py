@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices.accelerators import Layout
-from penstock.runtime.devices.host_stores import HostStore
+from penstock.runtime.devices.host_stores import MemoryStore
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, layout_of
 from penstock.runtime.parameters.group_options import options_of, set_options
 from penstock.runtime.parameters.shards import local_shard, set_local_shard
@@ -60,7 +60,7 @@ def in_parts(parameters: Mapping[Key, nn.Parameter], most_bytes: int = _PART_BYT
 class HostStates:
     """Moves tensors between `device` and homes in `store`."""
 
-    def __init__(self, store: HostStore, device: torch.device) -> None:
+    def __init__(self, store: MemoryStore, device: torch.device) -> None:
         self.store, self._staging, self._device = store, store.staging, device
         self._homes = WeakIdKeyDictionary()
         """By tensor: its memory on the host."""
