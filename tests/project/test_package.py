@@ -21,7 +21,8 @@ import penstock
 from penstock.cli import _RUN_ON
 from support.paths import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,18 @@ def test_the_recipe_for_conda_asks_for_the_same() -> None:
     assert recipe["about"]["license_file"] == PROJECT["license-files"]
     assert {text.replace("torch", "pytorch") for text in PROJECT["dependencies"]} == needed - {"python>=3.11"}
     assert PROJECT["requires-python"] == ">=3.11"
+
+
+def test_pixi_installs_what_the_recipe_for_conda_says() -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text())
+    pixi = PYPROJECT["tool"]["pixi"]
+
+    assert [f"{name} {versions}" for name, versions in pixi["dependencies"].items()] == recipe["requirements"]["run"]
+    assert pixi["pypi-dependencies"] == {"penstock": {"path": ".", "editable": True}}
+    # No pixi has run here: no table has another name than those that its manual has.
+    assert set(pixi) == {"workspace", "dependencies", "pypi-dependencies", "tasks"}
+    assert set(pixi["workspace"]) == {"channels", "platforms"}
+    assert all((ROOT / command.split()[-1]).is_file() for command in pixi["tasks"].values())
 
 
 def test_the_changelog_and_the_citation_have_the_version() -> None:
