@@ -69,6 +69,12 @@ def unfollowed(name: str, value: Any) -> Callable[[Path], Any]:
     return lambda folder: penstock.integrations.PipelineTrainer(make_model(), arguments(folder, **{name: value}))
 
 
+def with_a_forward_of_its_own(folder: Path) -> Any:
+    model = make_model()
+    model.forward = model.forward
+    return penstock.integrations.PipelineTrainer(model, arguments(folder))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "options that the trainer passes": (
         lambda folder: make_trainer(folder, optimizer=None, sample=1).train(),
@@ -86,6 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: make_trainer(folder, samples=26, stages=2).train(),
         "26 samples, so that the last step of an epoch has 2 for 3",
     ),
+    "a forward that closes over its model": (with_a_forward_of_its_own, r"as trainers of TRL do.*copy\.deepcopy"),
     "a pipeline before the first batch": (
         lambda folder: make_trainer(folder, stages=2).pipeline,
         r"call train\(\) or evaluate\(\) first",

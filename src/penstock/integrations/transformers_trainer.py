@@ -73,6 +73,11 @@ class PipelineTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         _check(args, kwargs)
+        if "forward" in vars(model):
+            raise PenstockError(
+                f"PipelineTrainer(model=): expected the forward of {type(model).__name__}, found one set on the "
+                "model, as trainers of TRL do: copies would run its weights. Give them copy.deepcopy(model)"
+            )
         refuse_overrides("PipelineTrainer", self, _UNCALLED, PipelineTrainer, Trainer)
         taken = {"model", "sample", "loss_fn", "optimizer", "lr_scheduler"} & (pipeline_options or {}).keys()
         if taken:
