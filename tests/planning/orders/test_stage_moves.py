@@ -86,7 +86,7 @@ def test_where_nothing_fits_stages_are_moved_until_it_does() -> None:
     assert moved(PLAN, profile, limit).plan.stages != PLAN.stages
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=8, max_size=8),
     st.sampled_from([0.5, 0.75, 1.0]),

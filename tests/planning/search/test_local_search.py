@@ -53,6 +53,7 @@ def test_no_wish_makes_the_plan_faster() -> None:
     assert rates[1] <= rates[2] * 1.001
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_a_wish_for_recomputation_does_not_make_the_plan_faster() -> None:
     """Without it the search left out all proposals with recomputation, since none of them could be the fastest: one
@@ -92,7 +93,7 @@ def test_replicas_on_consecutive_ranks_are_found_where_servers_are_slowly_linked
     )  # they differ by rounding
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "wish"), [(1, {"schedule": "spp"}), (64, {"schedule": "spp"}), (64, {"planner": "spp"})]
