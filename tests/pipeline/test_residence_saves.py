@@ -13,6 +13,7 @@ from support.live_tensors import live_tensors
 from support.processes import Pool
 from support.training import Case, Outcome, assert_equal, assert_ranks_equal, run_reference, train
 
+FORM = replace(SMALL, blocks=3)
 CASE = Case("layered", "breadth-first", 2, 4, "adamw", stages_per_rank=2)
 
 
@@ -55,11 +56,11 @@ def test_a_save_beside_the_training_has_the_state_at_its_step(tmp_path: Path) ->
 
 def weightless(place: Path | str, init_fn: Any, streamed: bool = True) -> penstock.Pipeline:
     with torch.device("meta"):
-        model = make_model(SMALL)
-    plan = penstock.Plan.uniform(9, 3, schedule="breadth-first", microbatches=2, stages_per_rank=3)
+        model = make_model(FORM)
+    plan = penstock.Plan.uniform(6, 3, schedule="breadth-first", microbatches=2, stages_per_rank=3)
     return penstock.Pipeline(
         model,
-        (torch.zeros(2, SMALL.context, dtype=torch.int64),),
+        (torch.zeros(2, FORM.context, dtype=torch.int64),),
         loss_fn,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         plan=replace(plan, recompute=streamed, streamed=streamed),
@@ -85,7 +86,7 @@ def test_weights_are_made_and_read_at_home_one_by_one(tmp_path: Path) -> None:
             pipes.append(weightless(tmp_path, init_fn))
         assert not any(parameter.untyped_storage().resizable() for parameter in pipes[-1].parameters()), name
     assert alive.peak - before < 4 * largest < total / 2
-    x = torch.randint(SMALL.vocabulary, (4, SMALL.context), generator=torch.Generator().manual_seed(1))
+    x = torch.randint(FORM.vocabulary, (4, FORM.context), generator=torch.Generator().manual_seed(1))
     found = [train(pipe, [(x, x), (x, x.flip(0))]) for pipe in pipes]
     for other in found[1:]:
         assert_equal(found[0], other)

@@ -18,7 +18,7 @@ LAYERS = tuple(
     LayerProfile(f"layer {index}", 0.1, 0.2, cut_bytes=5e7, saved_bytes=5e8, parameter_bytes=1e9, update_seconds=0.01)
     for index in range(12)
 )
-PROFILE = Profile(LAYERS, 1)
+PROFILE, SHORT = Profile(LAYERS, 1), Profile(LAYERS[:4], 1)
 
 
 def host(devices: int, memory_bytes: float | None, bandwidth: float | None = 25e9) -> Cluster:
@@ -40,13 +40,13 @@ def test_weights_are_streamed_where_nothing_fits_otherwise(devices: int, memory:
     assert "Its time goes to: " in made.explanation
     if devices == 1:
         with pytest.raises(PlanError, match="nothing fits"):
-            penstock.plan(PROFILE, cluster, microbatches=8, streamed=False)
+            penstock.plan(SHORT, cluster, microbatches=8, streamed=False)
 
 
 def test_where_plans_fit_weights_stay_unless_it_is_wished() -> None:
     cluster = host(2, 80e9)
 
-    assert not penstock.plan(PROFILE, cluster, microbatches=8).streamed
+    assert not penstock.plan(SHORT, cluster, microbatches=8).streamed
     wished = penstock.plan(PROFILE, cluster, microbatches=8, streamed=True, straight=True, stages_per_rank=3)
     assert wished.streamed and len(wished.stages) == 6
 
@@ -85,15 +85,15 @@ def test_layers_that_share_weights_stay() -> None:
 
 def test_without_a_bandwidth_to_the_host_the_error_says_what_it_would_allow() -> None:
     with pytest.raises(PlanError, match="host_bandwidth of the cluster, with which weights can stay on the host"):
-        penstock.plan(PROFILE, host(1, 7e9, None), microbatches=4)
+        penstock.plan(SHORT, host(1, 7e9, None), microbatches=4)
     with pytest.raises(PlanError, match=r"streamed: expected host_bandwidth of the cluster.*found None: measure"):
-        penstock.plan(PROFILE, host(1, 7e9, None), microbatches=4, streamed=True)
+        penstock.plan(SHORT, host(1, 7e9, None), microbatches=4, streamed=True)
 
 
 @pytest.mark.parametrize(("devices", "wish"), [(1, None), (2, True)])
 def test_what_would_be_enough_is_the_least_that_streaming_needs(devices: int, wish: bool | None) -> None:
     def made(memory: float) -> Plan:
-        return penstock.plan(Profile(LAYERS[:4], 1), host(devices, memory), microbatches=2, streamed=wish)
+        return penstock.plan(SHORT, host(devices, memory), microbatches=2, streamed=wish)
 
     with pytest.raises(PlanError, match="nothing fits") as refused:
         made(1e9)
@@ -108,6 +108,6 @@ def test_what_would_be_enough_is_the_least_that_streaming_needs(devices: int, wi
 
 def test_recomputation_is_enough_with_weights_on_the_host() -> None:
     with pytest.raises(PlanError, match=r"recompute=True \(for breadth-first .* and weights on the host\)"):
-        penstock.plan(Profile(LAYERS[:4], 1), host(1, 6e9), microbatches=2, recompute=False)
+        penstock.plan(SHORT, host(1, 6e9), microbatches=2, recompute=False)
     with pytest.raises(PlanError, match="no plan: expected no other schedule than breadth-first beside streamed=True"):
         penstock.plan(PROFILE, host(1, 7e9), microbatches=4, schedule="gpipe", streamed=True)
