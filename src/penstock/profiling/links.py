@@ -51,7 +51,7 @@ from penstock.runtime.collectives.timeouts import check_timeout
 from penstock.runtime.devices.accelerators import accelerator_of
 from penstock.runtime.devices.host_stores import HOST, make_host_store
 from penstock.runtime.devices.local_devices import local_device
-from penstock.runtime.devices.staging import staging_for
+from penstock.runtime.devices.staging import layout_of, staging_for
 from penstock.runtime.transport.connections import arrange
 from penstock.runtime.transport.transport import Channel, Edge, PendingMessage, Transport
 from penstock.runtime.transport.worlds import World, join_world
@@ -191,21 +191,19 @@ def measure_host_bandwidth(device: torch.device, offload_to: str | Path) -> floa
         return None
     store = make_host_store(offload_to, staging)
     payload = torch.zeros(_HOST_BYTES, dtype=torch.uint8, device=device)
-    kept, leaving = store.put([payload])
-    store.wait(leaving)
+    homes = [store.memory(layout_of(payload)) for _ in range(2)]
     seconds = []
-    # The first call makes the second slot.
+    # The first call fills one of them.
     for _ in range(1 + _HOST_CALLS):
         _synchronize(device)
         start = time.perf_counter()
-        slots, leaving = store.put([payload])
-        _, coming = store.fetch(kept)
+        leaving = store.staging.to_host([payload], lambda _: homes[0], kept=True)
+        coming = store.staging.back_to_device(homes[1:])
         store.wait(leaving)
         store.wait(coming)
         _synchronize(device)
         seconds.append(time.perf_counter() - start)
-        store.release(kept, coming)
-        kept = slots
+        homes.reverse()
     store.close()
     return _HOST_BYTES / median(seconds[1:])
 

@@ -166,12 +166,13 @@ def _definitions(plan: Plan) -> Iterator[ScheduleDefinition]:
     group = plan.microbatches
     while max(plan.replicas) == 1 and group % 2 == 0:
         group //= 2
-        yield _in_groups(len(plan.stages), len(plan.stages) // plan.stages_per_rank, group)
+        yield _in_groups(plan, group)
 
 
-def _in_groups(stages: int, ranks: int, group: int) -> ScheduleDefinition:
+def _in_groups(plan: Plan, group: int) -> ScheduleDefinition:
     """The order that takes the microbatches in groups of `group`, each as a step of that many would."""
-    shape = PipelineShape(Placement.straight(ranks, stages // ranks), group)
+    ranks = len(plan.stages) // plan.stages_per_rank
+    shape = PipelineShape(Placement.straight(ranks, plan.stages_per_rank), group)
     rows = []
     for rank in range(ranks):
         entries = list(_ONCE.order(shape, rank, Step(0)))
