@@ -17,6 +17,7 @@ from torch import nn
 
 from project.test_architecture import FLOW, SOURCES
 from support.architecture import parse, room_of
+from support.paths import ROOT
 
 ROOM = "torch_internals"
 DOCUMENTED = {"os._exit"}
@@ -88,6 +89,21 @@ def _touches(node: ast.AST) -> Iterator[bool]:
             yield is_private(name) and name not in private_names_given()
 
 
+def names_in(node: ast.AST) -> Iterator[str]:
+    """The private names that `node` touches."""
+    match node:
+        case ast.ImportFrom(module=str(source), names=names):
+            yield from (f"{source}.{alias.name}" if is_private(alias.name) else source for alias in names)
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Call(args=[_, asked, *_]):
+            yield from _starts(asked)
+        case ast.Constant(value=str(text)):
+            yield text
+        case _:
+            raise AssertionError(ast.unparse(node))
+
+
 def _starts(asked: ast.expr) -> Iterator[str]:
     """How the name that `asked` makes can begin."""
     match asked:
@@ -118,6 +134,30 @@ def test_private_names_of_torch_are_touched_in_one_room() -> None:
     ]
 
     assert broken == [], "give each a named function in penstock.torch_internals, or take a public name"
+
+
+def test_the_table_of_the_room_has_every_name_and_version() -> None:
+    """A name by its last part, and a group of names by their beginning."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "src" / "penstock" / ROOM / "names.md").read_text().splitlines()
+        if line.startswith("| ") and "`" in line
+    ]
+    listed: dict[str, list[str]] = {}
+    for file, names, _ in rows:
+        listed.setdefault(file, []).extend(re.findall(r"`([^`]+)`", names))
+    lowest, above = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "pyproject.toml").read_text())[0]
+    every = " ".join(f"2.{minor}" for minor in range(int(lowest), int(above)))
+
+    for module, tree in trees().items():
+        file = module.rpartition(".")[2]
+        if room_of(module, FLOW) == ROOM:
+            text, known = SOURCES[module], " ".join(listed.get(file, ()))
+            private = {name for node in ast.walk(tree) if any(_touches(node)) for name in names_in(node)}
+            assert {name for name in private - {"_getframe"} if name not in known} == set(), module
+            assert [name for name in listed.get(file, ()) if re.split(r"\*|\.(?=\w+$)", name)[-1] not in text] == []
+    # What no CPU has says where it has run.
+    assert {tried for _, names, tried in rows if not re.search("NCCL|_cuda_", names)} == {every}
 
 
 def test_the_room_touches_some() -> None:

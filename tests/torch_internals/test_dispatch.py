@@ -81,7 +81,7 @@ def test_dataclasses_that_export_knows_are_opened() -> None:
 def test_a_class_that_is_gone_is_an_error(module: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(owner, name)
 
-    with pytest.raises(PenstockError, match=rf"has no {owner.__name__}.*: expected torch 2\.11 to 2\.14\. Install"):
+    with pytest.raises(PenstockError, match=rf"has no {owner.__name__}.*: expected torch 2\.13, .*Install it"):
         runpy.run_path(str(module.__file__))
 
 

@@ -1,7 +1,7 @@
 """Autograd: a backward without a second look at its arguments, what the nodes of its graph saved, and its profiler.
 
 PyTorch documents the edges of a node, its name and its hooks. A split backward (`runtime/execution/split_backward.py`)
-also needs the types of nodes, what they saved, and their order. Tried on torch 2.11 and 2.13.
+also needs the types of nodes, what they saved, and their order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

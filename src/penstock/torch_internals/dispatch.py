@@ -1,7 +1,4 @@
-"""Operators as PyTorch dispatches them: the mode that sees each one, and their schemas.
-
-Tried on torch 2.11 and 2.13.
-"""
+"""Operators as PyTorch dispatches them: the mode that sees each one, and their schemas."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager

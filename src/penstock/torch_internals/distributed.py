@@ -1,7 +1,4 @@
-"""Backends of ``torch.distributed`` without a group around them, its hook, and the memory of a `DTensor`.
-
-Tried on torch 2.11 and 2.13; NCCL's backend on a GPU, where there was one.
-"""
+"""Backends of ``torch.distributed`` without a group around them, its hook, and the memory of a `DTensor`."""
 
 import os
 from datetime import timedelta

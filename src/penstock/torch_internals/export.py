@@ -1,4 +1,4 @@
-"""What a trace by `torch.export` needs that `torch.export` does not offer. Tried on torch 2.11 and 2.13."""
+"""What a trace by `torch.export` needs that `torch.export` does not offer."""
 
 import sys
 from collections.abc import Callable, Iterator

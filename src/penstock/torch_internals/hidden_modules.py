@@ -1,4 +1,4 @@
-"""Hiding what is registered with modules from a search through them. Tried on torch 2.11 and 2.13."""
+"""Hiding what is registered with modules from a search through them."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""Modules and optimizers: their hooks, compiled code, tables of buffers, and schedulers of schedulers.
-
-Tried on torch 2.11 and 2.13.
-"""
+"""Modules and optimizers: their hooks, compiled code, tables of buffers, and schedulers of schedulers."""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """Nested values: PyTorch's own functions that open and close them.
 
 PyTorch's optimizers, `torch.export` and `register_dataclass` go by this registry of containers. It has no public name
-up to torch 2.13, and the `optree` package has another registry. Tried on torch 2.11 and 2.13.
+up to torch 2.13, and the `optree` package has another registry.
 """
 
 from penstock.torch_internals.availability import missing

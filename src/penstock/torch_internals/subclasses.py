@@ -1,7 +1,7 @@
 """Tensors of subclasses, taken apart: the plain tensors inside of each one, and what else it was made of.
 
 A subclass that wraps other tensors may have few operators: torchao's states of optimizers cannot be cloned. It says
-what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`. Tried on torch 2.11 and 2.13.
+what it wraps by ``__tensor_flatten__``, the protocol of `torch.compile`.
 """
 
 from collections.abc import Mapping

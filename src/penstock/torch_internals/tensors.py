@@ -1,8 +1,5 @@
 """Tensors: how often one was written, which memory it has and what else has it, what CUDA libraries keep of it, and
-arithmetic on many of them in one call.
-
-Tried on torch 2.11 and 2.13.
-"""
+arithmetic on many of them in one call."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter

@@ -1,7 +1,7 @@
 """Parts of PyTorch that take long to import and that most trainings do not need: asked about without importing them.
 
 An object is of a class only if the module of that class was imported. `DTensor` and `fully_shard` take half a second of
-processor time to import, and the compiler a second. Tried on torch 2.11 and 2.13.
+processor time to import, and the compiler a second.
 """
 
 import sys
