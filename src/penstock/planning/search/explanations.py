@@ -16,6 +16,7 @@ from penstock.planning.search.plan_search import EQUAL, Rejection, SearchResult
 from penstock.planning.search.streamed_plans import smallest_streamed
 from penstock.planning.search.tensor_groups import compare_plans, profile_of_plan
 from penstock.planning.stage_costs import chain_costs
+from penstock.scheduling.schedule_names import names_of
 from penstock.simulating.assumptions import Options
 from penstock.simulating.lost_time import Losses
 from penstock.simulating.outcomes import evaluate
@@ -258,8 +259,8 @@ _MOST_DEVICES = 128
 
 
 _NOT_STREAMED = (
-    "expected no other schedule than breadth-first beside streamed=True, no planner, vertical_sync or recompute=False, "
-    "and equally many stages on all ranks, found other options: leave them out"
+    f"expected no other schedule than {names_of(lambda each: each.for_streams)} beside streamed=True, no planner, "
+    "vertical_sync or recompute=False, and equally many stages on all ranks, found other options: leave them out"
 )
 
 
