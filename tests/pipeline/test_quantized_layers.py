@@ -155,7 +155,7 @@ def test_quantized_layers_equal_the_oracle(kind: str, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_weights_stream_or_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Weights of four bits move; the memory of other kinds is not the parameter's own."""
+    """Except for four bits and buffers, the memory of a packed weight is not its own."""
     model, batches = setting(kind)
     plan = penstock.Plan.uniform(4, 4, "breadth-first", 4, 4, microbatch_size=2)
     given: dict[str, Any] = {"sample": (batches[0][0][:2],), "loss_fn": F.mse_loss, "optimizer": ADAM}

@@ -257,7 +257,6 @@ _DOUBLINGS = 4
 _MOST_DEVICES = 128
 """With more devices a search takes too long for an error message."""
 
-
 _NOT_STREAMED = (
     f"expected no other schedule than {names_of(lambda each: each.for_streams)} beside streamed=True, no planner, "
     "vertical_sync or recompute=False, and equally many stages on all ranks, found other options: leave them out"
