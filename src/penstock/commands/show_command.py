@@ -125,7 +125,8 @@ def _play(plan: Plan) -> "Timeline":
 
     played = schedule(plan)
     backward = 2.0 if played.guarantees.splits else 1.0
-    layer = LayerProfile("stage", 1.0, backward, 0.0, 0.0, 0.0, weight_seconds=backward / 2)
+    times = {"forward_seconds": 1.0, "backward_seconds": backward, "weight_seconds": backward / 2}
+    layer = LayerProfile("stage", **times, cut_bytes=0.0, saved_bytes=0.0, parameter_bytes=0.0)
     cluster = Cluster.uniform(played.ranks, float("inf"))
     timeline = simulate(played, Profile((layer,) * played.stages, 1), cluster, split_seconds=0.0)
     return replace(timeline, memory=())
