@@ -73,7 +73,7 @@ class ClusterJob:
     def _jobset(self) -> dict[str, Any]:
         """Kubernetes sends SIGTERM at the deadline, and SIGKILL after the grace period."""
         if not self.image:
-            raise PlanError("image: expected the container that has the training, found none: name it")
+            raise PlanError("image: expected the container that has the training, found none: give --image")
         name = _plain(self.name).lower()
         # The first pod, by the name that its JobSet gives it.
         agent = shlex.split(self._agent(f"{name}-workers-0-0.{name}:{_PORT}", name))
@@ -104,7 +104,7 @@ class ClusterJob:
     def _skypilot(self) -> dict[str, Any]:
         """SkyPilot starts the command on every node, with the addresses of all."""
         if not self.device:
-            raise PlanError("device: expected the name of an accelerator such as H100, found none: name it")
+            raise PlanError("device: expected the name of an accelerator such as H100, found none: give --device")
         resources: dict[str, Any] = {"accelerators": f"{self.device}:{self.per_host}"}
         resources |= {"image_id": f"docker:{self.image}"} if self.image else {}
         run = self._agent(f'"$(echo "$SKYPILOT_NODE_IPS" | head -1):{_PORT}"', '"$SKYPILOT_TASK_ID"')
