@@ -324,8 +324,7 @@ def read_index(index: Path) -> dict[str, str]:
         if not isinstance(found, str) or Path(found).name != found or len(found) > 255:
             raise CheckpointError(
                 f"{index}: expected a JSON object whose weight_map has the name of a file beside it for each tensor, "
-                f"found {text_of(found) if document.kind in ('', INDEX_KIND) else document.kind}. Download it again, "
-                "or remove it"
+                f"found {document.found(found, INDEX_KIND)}. Download it again, or remove it"
             )
     return dict(places) if isinstance(places, dict) else {}
 

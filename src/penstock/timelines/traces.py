@@ -19,7 +19,7 @@ from penstock.arguments import integer, number, text_of
 from penstock.errors import ScheduleError
 from penstock.timelines.memories import MemoryCurve, RankMemory
 from penstock.timelines.spans import Span
-from penstock.values.documents import read_json
+from penstock.values.documents import TRACE_KIND, read_json
 
 _MICROSECONDS = 1e6
 _COUNTER = "memory (bytes)"
@@ -139,8 +139,7 @@ def read_trace(path: str | Path) -> tuple[tuple[Span, ...], int, tuple[RankMemor
     found = document.value.get("traceEvents") if isinstance(document.value, dict) else None
     if not isinstance(found, list):
         raise ScheduleError(
-            f"{path}: expected a trace with `traceEvents`, found "
-            f"{text_of(found) if document.kind in ('', 'a trace') else document.kind}: give a file that "
+            f"{path}: expected a trace with `traceEvents`, found {document.found(found, TRACE_KIND)}: give a file that "
             "Timeline.save_trace wrote"
         )
     spans: list[Span] = []

@@ -121,6 +121,10 @@ class YamlNode:
             f"Penstock, or another kind of file. If it is the right one, write `format: {tag}` into it"
         )
 
+    def found(self, value: object, own_kind: str) -> str:
+        """What an error says was found: `value`, or the kind of this file if it is known and not `own_kind`."""
+        return text_of(value) if self.kind in ("", own_kind) else self.kind
+
     def _number(self) -> float | None:
         if isinstance(self.value, int | float) and not isinstance(self.value, bool):
             return self.value
@@ -134,10 +138,10 @@ class YamlNode:
 
 
 _OTHER_KIND = "give another file, or exchange it with another argument"
-INDEX_KIND = "an index of weights"
+INDEX_KIND, TRACE_KIND = "an index of weights", "a trace"
 _KINDS = (
     (r"""^[{\s]*["']?format["']?\s*:\s*["']?penstock-([a-z-]+?)[-/]\d""", ""),
-    ('"traceEvents":', "a trace"),
+    ('"traceEvents":', TRACE_KIND),
     ('"weight_map":', INDEX_KIND),
     (r"^node\d+ -- ", "a graph of PipeDream's profiler"),
     (r"^seconds,kind,price", "prices over time"),
