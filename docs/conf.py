@@ -29,10 +29,10 @@ from penstock import cli  # noqa: E402
 project = "Penstock"
 author = "The Penstock authors"
 root_doc = "docs/README"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "studies/**.md", "tests/data/*.md"]
+include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "studies/**.md", "tests/data/*.md", "src/**.md"]
 # GitHub and the index of docs/README.md decide what is in the sidebar; a record may begin with any heading.
 suppress_warnings = ["toc.not_included", "myst.header"]
-exclude_patterns = [".*", "src", "tests/[!d]*", "runs", "site", "build", "dist"]
+exclude_patterns = [".*", "tests/[!d]*", "runs", "site", "build", "dist"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 myst_heading_anchors = 4
