@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TypeAlias, assert_never
 
-from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer, is_count, text_of
+from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer
 from penstock.errors import ScheduleError
 from penstock.scheduling.actions import (
     Action,
@@ -40,11 +40,20 @@ from penstock.scheduling.definitions import (
     Step,
 )
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
-from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import INFERENCE, STREAMED_INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.residence import with_residence
-from penstock.scheduling.schedule_names import SCHEDULES, find_definition, identify, names_of, schedule_hint
+from penstock.scheduling.schedule_checks import (
+    check_form,
+    check_guarantees,
+    check_norms,
+    check_ranks,
+    check_skips,
+    check_streamed,
+    check_ties,
+    existing_definition,
+)
+from penstock.scheduling.schedule_names import identify
 
 
 def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
@@ -122,22 +131,31 @@ class Schedule:
     guarantees: Guarantees = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        definition = _find(self.method)
+        definition = existing_definition(self.method)
         check_fields(self, _RULES, ScheduleError)
         for name in ("ties", "skips"):
             object.__setattr__(self, name, _read_groups(name, getattr(self, name)))
-        placement = _place_stages(self, definition)
-        shape = PipelineShape(placement, self.microbatches, self.vertical_sync, _waiting(self, len(placement.stages)))
-        _check_form(self, definition)
+        if (placement := self.replicated) is not None:
+            check_ranks(definition, placement, self.ranks)
+        elif definition.layout is StageLayout.V_SHAPE:
+            placement = Placement.folded(self.ranks)
+        else:
+            placement = Placement.straight(self.ranks, self.stages_per_rank)
+        stages, ties = len(placement.stages), self.ties
+        waiting = frozenset(range(stages) if self.norms and stages > 1 else chain.from_iterable(ties))
+        shape = PipelineShape(placement, self.microbatches, self.vertical_sync, waiting)
+        check_form(definition, self.stages_per_rank, vertical_sync=self.vertical_sync)
         definition.check(shape)
-        derived = {"definition": definition, "shape": shape, "guarantees": definition.guarantees(shape)}
-        for name, value in derived.items():
+        guarantees = definition.guarantees(shape)
+        check_guarantees(definition, shape, guarantees)
+        check_ties(definition, stages, ties)
+        if self.norms:
+            check_norms(definition, placement, ties)
+        check_skips(stages, self.skips)
+        if streamed := self.streamed:
+            check_streamed(definition, shape, guarantees, streamed=streamed, recomputed=self.recomputed, ties=ties)
+        for name, value in {"definition": definition, "shape": shape, "guarantees": guarantees}.items():
             object.__setattr__(self, name, value)
-        _check_guarantees(self)
-        _check_ties(self)
-        _check_norms(self)
-        _check_skips(self)
-        _check_streamed(self)
 
     @classmethod
     def placed(
@@ -340,169 +358,6 @@ def _read_groups(name: str, given: object) -> tuple[tuple[int, ...], ...]:
     groups = entries(name, given, ScheduleError)
     rule = Entries(integer().but("give groups of stages"))
     return tuple(rule.check(f"{name}[{index}]", group, ScheduleError) for index, group in enumerate(groups))
-
-
-def _find(method: ScheduleDefinition | str) -> ScheduleDefinition:
-    definition = find_definition(method)
-    if definition is None:
-        raise ScheduleError(
-            f"schedule: there is no method {text_of(method)}. {schedule_hint(str(method))}Choose one of "
-            f"{', '.join(map(repr, SCHEDULES))}"
-        )
-    return definition
-
-
-def _place_stages(schedule: Schedule, definition: ScheduleDefinition) -> Placement:
-    placement = schedule.replicated
-    if placement is None and definition.layout is StageLayout.V_SHAPE:
-        return Placement.folded(schedule.ranks)
-    if placement is None:
-        return Placement.straight(schedule.ranks, schedule.stages_per_rank)
-    held = sorted({rank for ranks in placement.stages for rank in ranks})
-    if held != list(range(schedule.ranks)):
-        raise ScheduleError(
-            f"schedule {definition.name!r}: expected stages on ranks 0 to {schedule.ranks - 1}, found them on {held}; "
-            "number the ranks from 0 without gaps, or give Schedule.placed the placement alone"
-        )
-    return placement
-
-
-def _check_form(schedule: Schedule, definition: ScheduleDefinition) -> None:
-    per_rank, layout = schedule.stages_per_rank, definition.layout
-    if not layout.accepts(per_rank):
-        holds, give = ("two stages", 2) if layout is StageLayout.V_SHAPE else ("one stage", 1)
-        instead = names_of(lambda each: _holds_otherwise(definition, each))
-        raise ScheduleError(
-            f"schedule {definition.name!r}: a rank holds {holds}, got stages_per_rank={per_rank}; give "
-            f"stages_per_rank={give}, or choose {instead!r}"
-        )
-    if schedule.vertical_sync and not definition.has_vertical_sync:
-        having = names_of(lambda each: each.has_vertical_sync)
-        raise ScheduleError(
-            f"schedule {definition.name!r}: vertical_sync=True belongs to {having!r} only; drop it, or choose "
-            f"{having!r}"
-        )
-
-
-def _holds_otherwise(definition: ScheduleDefinition, other: ScheduleDefinition) -> bool:
-    """Whether `other` takes one stage per rank where `definition` takes two, or any number where it takes one."""
-    if definition.layout is StageLayout.V_SHAPE:
-        return other.splits_backward and not other.layout.has_several
-    return other.layout is StageLayout.ROUND_ROBIN
-
-
-def _check_guarantees(schedule: Schedule) -> None:
-    """Checks that the guarantees agree with the definition and have a number for every stage or rank."""
-    definition, guarantees = schedule.definition, schedule.guarantees
-    stages, ranks = schedule.stages, schedule.ranks
-    for name in (
-        "versions",
-        "in_flight",
-        "microbatches_per_update",
-        "pending_updates",
-        "pending_weight_backwards",
-        "in_flight_of_rank",
-    ):
-        count, what = (ranks, "rank") if name == "in_flight_of_rank" else (stages, "stage")
-        if len(getattr(guarantees, name)) != count:
-            raise ScheduleError(
-                f"schedule {definition.name!r}: guarantees.{name}: expected {count} numbers (one per {what}), found "
-                f"{getattr(guarantees, name)!r}; return one for each {what}"
-            )
-    if guarantees.splits and not definition.splits_backward:
-        raise ScheduleError(
-            f"schedule {definition.name!r}: expected no pending weight backwards (splits_backward=False), found "
-            f"{guarantees.pending_weight_backwards}; define it with splits_backward=True"
-        )
-    if set(guarantees.microbatches_per_update) != {schedule.microbatches} and not definition.updates_per_microbatch:
-        raise ScheduleError(
-            f"schedule {definition.name!r}: expected updates of a minibatch, {schedule.microbatches} microbatches, "
-            f"found updates of {guarantees.microbatches_per_update}; define it with updates_per_microbatch=True"
-        )
-
-
-def _waiting(schedule: Schedule, stages: int) -> frozenset[int]:
-    if schedule.norms and stages > 1:
-        return frozenset(range(stages))
-    return frozenset(stage for group in schedule.ties for stage in group)
-
-
-def _check_ties(schedule: Schedule) -> None:
-    for group in schedule.ties:
-        if len(group) < 2 or list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < schedule.stages:
-            raise ScheduleError(
-                f"schedule: ties {group!r}: expected two or more different stages of 0 to {schedule.stages - 1}, "
-                "ascending; name the stages that share weights"
-            )
-        if not schedule.definition.synchronizes_updates:
-            raise ScheduleError(
-                f"schedule {schedule.name!r}: stages {', '.join(map(str, group))} share weights, and every stage "
-                "updates at its own time, so that their copies drift apart; choose a flushing schedule "
-                f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
-                "weights, or put the layers that share them into one stage"
-            )
-
-
-def _check_norms(schedule: Schedule) -> None:
-    """Rejects schedules in which a stage could not receive the norms before its update."""
-    if not schedule.norms:
-        return
-    require_common_updates(schedule.definition)
-    for stage in sorted({stage for group in schedule.ties for stage in group} & schedule.deferred):
-        if (replicas := schedule.placement.replicas(stage)) > 1:
-            raise ScheduleError(
-                f"schedule {schedule.name!r}: stage {stage} shares weights and has {replicas} replicas, so "
-                "that its gradients are whole only when all stages have theirs, too late for norms; choose a flushing "
-                "schedule, untie the weights, give the stage one rank, or drop norms"
-            )
-
-
-def _check_skips(schedule: Schedule) -> None:
-    for skip in schedule.skips:
-        here, there = skip if len(skip) == 2 else (-1, -1)
-        if not 0 <= here < there - 1 < schedule.stages - 1 or list(schedule.skips) != sorted(set(schedule.skips)):
-            raise ScheduleError(
-                f"schedule: skips {schedule.skips!r}: expected different pairs of the stages 0 to "
-                f"{schedule.stages - 1}, ascending, with other stages between the two; found {skip!r}. Leave out "
-                "neighbors, which exchange messages anyway"
-            )
-
-
-def _check_streamed(schedule: Schedule) -> None:
-    """Rejects schedules in which weights could not leave the device between the visits of a stage."""
-    streamed, where = schedule.streamed, f"schedule {schedule.name!r}: streamed"
-    if not streamed:
-        return
-    if wrong := sorted(stage for stage in streamed if not is_count(stage, least=0) or stage >= schedule.stages):
-        raise ScheduleError(
-            f"{where}: expected stages 0 to {schedule.stages - 1}, found {wrong[0]!r}; give stages of the schedule"
-        )
-    if not schedule.definition.updates_at_once:
-        raise ScheduleError(
-            f"{where}: expected a schedule that flushes, whose stages have one version of the weights, found one that "
-            f"does not; choose {names_of(lambda each: each.for_streams)!r}, or keep older versions on the host with "
-            "state_on_host=True and stream no stage"
-        )
-    if schedule.guarantees.trains and (kept := sorted(streamed - schedule.recomputed)):
-        raise ScheduleError(
-            f"{where}: expected stages that recompute, found stage {kept[0]}, which does not: what autograd saves in a "
-            "forward holds the weights until the backward. Recompute the stage as a whole too, or do not stream it"
-        )
-    if tied := sorted(streamed.intersection(chain.from_iterable(schedule.ties))):
-        raise ScheduleError(
-            f"{where}: stage {tied[0]} shares weights with another stage, and shared weights stay on the device; leave "
-            "it out, untie the weights, or put the layers that share them into one stage"
-        )
-    placement = schedule.placement
-    for stage in sorted(streamed) if schedule.guarantees.splits and not placement.split else ():
-        several = len(placement.stages_of(placement.rank_of(stage))) > 1
-        if several and (replicas := placement.replicas(stage)) > schedule.microbatches:
-            # A replica without one would not know in which order the others end the backwards of their stages.
-            raise ScheduleError(
-                f"{where}: expected a microbatch for each of the {replicas} replicas of stage {stage}, since backwards "
-                f"are split, found {schedule.microbatches}; give microbatches={replicas} or more, or choose "
-                f"{names_of(lambda each: each.for_streams)!r}"
-            )
 
 
 def _check_count(name: str, value: int) -> None:
