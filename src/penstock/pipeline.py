@@ -67,6 +67,7 @@ from penstock.runtime.checkpoints.background_saves import BackgroundSave, Count,
 from penstock.runtime.checkpoints.checkpoint_reader import checked_path
 from penstock.runtime.checkpoints.checkpoints import make_checkpoints
 from penstock.runtime.checkpoints.resumption import resume_training, signals_held
+from penstock.runtime.checkpoints.state_checks import check_state
 from penstock.runtime.collectives.timeouts import check_timeout
 from penstock.runtime.engine.local_stage import parameters_of
 from penstock.runtime.parameters.optimizer_steps import replaced_parameters
@@ -626,7 +627,7 @@ class Pipeline:
         """
         self._conditions.check_weights("load_state_dict")
         self.drain()
-        self._checkpoints.training.check(state)
+        check_state(self._checkpoints.training, state)
         self._checkpoints.training.restore(state)
         self._guarded.after_load()
 

@@ -29,6 +29,7 @@ from penstock.runtime.checkpoints.directory_claims import DirectoryClaims
 from penstock.runtime.checkpoints.manifests import Manifest, digest_of
 from penstock.runtime.checkpoints.module_entries import ModuleEntries
 from penstock.runtime.checkpoints.own_states import ALL_KINDS, OwnStates
+from penstock.runtime.checkpoints.state_checks import check_state
 from penstock.runtime.checkpoints.training_state import PARTS, TrainingState, add_beside, describe_run, loss_module
 from penstock.runtime.collectives.agreements import Ranks
 from penstock.runtime.engine.engine import Engine
@@ -240,7 +241,7 @@ class Checkpoints:
                 }
                 for part in PARTS
             }
-        self.training.check(state)
+        check_state(self.training, state)
         own = self.own.choose(content["own"], self.world.rank, self.world.processes)
         return Loaded(manifest, state, own)
 

@@ -9,24 +9,21 @@ the run that goes on computes them again, with the older versions of the weights
 other microbatches. A history fits the plan and the schedule that it was made under. Under others the
 training goes on from the newest weights, as after a drain.
 
-Laws of this file:
-  1. A state is compared with the training as a whole before anything is changed.
-  2. Tensors of a checkpoint are read one after the other, each to its place.
+A state is compared with the training as a whole (`state_checks`) before `restore` changes anything. Tensors of a
+checkpoint are read one after the other, each to its place.
 """
 
 import copy
 import functools
-import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import SEED, integer, is_count, is_number, text_of
 from penstock.capturing.chain import LayerChain
 from penstock.errors import CheckpointError
 from penstock.runtime.assembly.weight_exports import held_tensors
@@ -41,7 +38,7 @@ from penstock.runtime.parameters.shards import distributed_like, whole
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
-from penstock.torch_internals.subclasses import TensorParts, form_of, put_together, taken_apart, wraps_tensors
+from penstock.torch_internals.subclasses import put_together, taken_apart, wraps_tensors
 from penstock.torch_internals.unimported import is_dtensor
 from penstock.training.recipes import Recipe
 from penstock.values.plan_stages import Stage
@@ -52,10 +49,6 @@ History: TypeAlias = Mapping[str, Any]
 
 PARTS = ("weights", "stages", "buffers")
 """Weights by name and version; counts and scales by stage; buffers by stage, replica and number."""
-_SAME = "Load the state of the same model, with the same optimizers"
-_COUNT = integer(0, 2**53)
-_UPDATES = integer(0, 10**8)
-"""A scheduler is turned as often, so that a number of more digits would keep it for hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +121,7 @@ class TrainingState:
         found = self.entries.collect()
         if not scales:
             found = {name: value for name, value in found.items() if not self.entries.is_frozen(name, value)}
-        if self._computes_loss and self.loss is not None and (own := self.loss.state_dict()):
+        if self.computes_loss and self.loss is not None and (own := self.loss.state_dict()):
             found["/loss_fn"] = own
         for number, optimizer in enumerate(self.optimizers):
             own = {key: value for key, value in _state_dict(optimizer).items() if key not in ("state", "param_groups")}
@@ -138,7 +131,8 @@ class TrainingState:
         return found
 
     @property
-    def _computes_loss(self) -> bool:
+    def computes_loss(self) -> bool:
+        """Whether this process has the last layer, and so the loss."""
         return any(stage.stop == len(self.chain.layers) for stage in self.stages)
 
     def gather_entries(self, world: World, rank: int | None) -> dict[str, Any]:
@@ -175,20 +169,8 @@ class TrainingState:
         """The classes of the update hooks, in their order."""
         return [type(hook).__qualname__ for hook in self.updater.hooks.hooks]
 
-    def check(self, state: object) -> None:
-        """Raises `CheckpointError` unless `state` is one of this training, whole or of this process at least."""
-        model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
-        base = _mapping(_mapping(state, "state").get("base", {}), "base")
-        self._check_model(model, base)
-        self._check_base(base)
-        self._check_optimizers(optimizer, exact="history" not in _mapping(state, "state"))
-        self._check_loss(_mapping(state, "state"))
-        self._check_progress(pipeline)
-        self._check_hooks(optimizer)
-        _check_history(_mapping(state, "state"), self.trained(), self.run)
-
     def restore(self, state: State) -> None:
-        """Takes over `state`, which `check` has accepted."""
+        """Takes over `state`, which `check_state` has accepted."""
         beside = state.get("beside", {})
         if self.loss is not None and "/loss_fn" in beside:
             # First, since it may refuse its state.
@@ -217,9 +199,9 @@ class TrainingState:
         def keep(value: Any, where: str) -> Any:
             return pytree.tree_map_only(Tensor, lambda tensor: taken_apart(take(tensor), where), value)
 
-        for optimizer, classes in zip(self.optimizers, self._classes, strict=True):
+        for optimizer, classes in zip(self.optimizers, self.classes, strict=True):
             states = _state_dict(optimizer)["state"]
-            for place, (group, name, _) in enumerate(self._grouped(optimizer)):
+            for place, (group, name, _) in enumerate(self.grouped(optimizer)):
                 if of is not None and name not in of:
                     continue
                 result["options"][name] = {key: value for key, value in group.items() if key != "params"}
@@ -235,12 +217,12 @@ class TrainingState:
         return result
 
     @property
-    def _classes(self) -> list[list[str | None]]:
+    def classes(self) -> list[list[str | None]]:
         """By optimizer, its class and that of its scheduler."""
         schedulers = self.updater.scheduler_names
         return [[type(one).__qualname__, name] for one, name in zip(self.optimizers, schedulers, strict=True)]
 
-    def _grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    def grouped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
         """Group, name and parameter, in the order of the optimizer. `CheckpointError` for one of another model."""
         names = {id(parameter): name for name, parameter in self.trained().items()}
         for group in optimizer.param_groups:
@@ -254,128 +236,12 @@ class TrainingState:
                     )
                 yield group, names[id(parameter)], parameter
 
-    def _check_base(self, base: State) -> None:
-        own: dict[str, Any] = {**self.held, **self.entries.collect()}
-        here = [name for name in base if name in own or self.entries.is_here(name)]
-        found = [name for name in here if name not in own or digest_of(whole(own[name])) != base[name]]
-        if found:
-            raise CheckpointError(
-                f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if found[5:] else ''}: expected the frozen "
-                "weights that the checkpoint was saved beside, of which it has digests only, found other numbers. Load "
-                "the same files, and quantize them as then; a file or a memory may be damaged"
-            )
-
-    def _check_model(self, model: State, base: State) -> None:
-        known, present = self.entries.tensors, self.entries.collect()
-        for name, value in model.items():
-            if name not in known and name not in present and not self.entries.takes(name):
-                raise CheckpointError(
-                    f"the state dict has {name!r}, which the model has not: it is of another model, or of a larger "
-                    f"one. {_SAME}"
-                )
-            if name in known - present.keys() and not isinstance(value, Tensor | StoredTensor | TensorParts):
-                raise CheckpointError(
-                    f"{name}: expected a torch.Tensor in the state dict, found {type(value).__qualname__}. {_SAME}"
-                )
-        for name in (*self.held, *present):
-            if name not in model and name not in base:
-                raise CheckpointError(
-                    f"the state dict has no {name!r}, which this rank holds: load the state of the same model, whole "
-                    "or of all ranks together"
-                )
-        for name, tensor in self.held.items():
-            found, expected = ("", "") if name in present or name in base else (form_of(model[name]), form_of(tensor))
-            if found != expected:
-                raise CheckpointError(
-                    f"{name} has shape and type {found} in the state dict and {expected} in the model: expected the "
-                    "same, since a conversion changes the numbers. Load the state of the same model, or convert the "
-                    "model before the pipeline is built"
-                )
-
-    def _check_loss(self, state: State) -> None:
-        found = "/loss_fn" in _mapping(state.get("beside", {}), "beside")
-        if self._computes_loss and "beside" in state and found != ("/loss_fn" in self.beside()):
-            states = ("none", "one") if found else ("one", "none")
-            raise CheckpointError(
-                "loss_fn: expected {} with a state, as here, found {}. Pass that of then".format(*states)
-            )
-
-    def _check_optimizers(self, saved: State, exact: bool) -> None:
-        state, options, classes = (_entries(saved, part) for part in ("state", "options", "classes"))
-        for optimizer, own in zip(self.optimizers, self._classes, strict=True):
-            first: dict[int, str] = {}
-            for group, name, parameter in self._grouped(optimizer):
-                if name not in options or name not in classes:
-                    raise CheckpointError(
-                        f"the optimizer's state has no {name!r}, which this rank trains: load the state of all ranks "
-                        "together"
-                    )
-                if list(classes[name]) != own:
-                    raise CheckpointError(
-                        f"{name}: expected the state of the optimizer and the learning-rate scheduler {own}, found "
-                        f"that of {list(classes[name])}. {_SAME} and schedulers, or take the weights only: "
-                        "load_weights reads those of a checkpoint"
-                    )
-                given = _mapping(options[name], f"optimizer.options.{name}")
-                if "params" in given:
-                    raise CheckpointError(f"the options of {name} have 'params', which is none. {_SAME}")
-                other = first.setdefault(id(group), name)
-                pairs = ((key, read_value(given[key]), read_value(options[other].get(key))) for key in given)
-                differing = [key for key, one, another in pairs if exact and one != another]
-                if differing:
-                    raise CheckpointError(
-                        f"{other} and {name} are in one parameter group here and had another {differing[0]!r} each in "
-                        f"the state: expected groups of parameters that had the same options. {_SAME} and groups"
-                    )
-                own_state = _mapping(state.get(name, {}), f"optimizer.state.{name}")
-                if own_state and type(optimizer).__module__.startswith("torch.optim"):
-                    _check_shapes(name, own_state, parameter)
-                    _check_keys(name, own_state, given, parameter, optimizer)
-
-    def _check_hooks(self, saved: State) -> None:
-        places = {str(number) for number in range(len(self.updater.hooks.hooks))}
-        for name, kept in _entries(saved, "hooks").items():
-            for key in _mapping(kept, f"optimizer.hooks.{name}"):
-                if str(key).partition(".")[0] not in places:
-                    raise CheckpointError(
-                        f"the state of the hooks of {name} has {key!r}: expected a number below {len(places)}, that "
-                        f"of a hook, before a point. {_SAME}"
-                    )
-
-    def _check_progress(self, saved: State) -> None:
-        for name in ("steps", "microbatches"):
-            if not _COUNT.accepts(saved.get(name)):
-                _refuse(f"{name} in the part 'pipeline'", _COUNT.expected, saved.get(name))
-        if not SEED.optional.accepts(saved.get("seed", "nothing")):
-            _refuse("seed in the part 'pipeline'", f"{SEED.expected}, or None", saved.get("seed", "nothing"))
-        hooks = saved.get("hooks")
-        if not isinstance(hooks, Sequence) or list(hooks) != self.hook_names:
-            raise CheckpointError(
-                f"the state is of a training with the update hooks {hooks}: expected {self.hook_names}, those of this "
-                "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
-            )
-        if any(self.updater.scheduler_names) and not _UPDATES.accepts(saved.get("updates")):
-            expected = f"{_UPDATES.expected}, those that the learning-rate scheduler has seen"
-            _refuse("updates in the part 'pipeline'", expected, saved.get("updates"))
-        scale = saved.get("loss_scale")
-        if scale is not None and not self.engine.scales.used:
-            raise CheckpointError(
-                "the state is of a training with loss_scale=, and this pipeline has none: expected the same. Pass the "
-                "same loss_scale="
-            )
-        numbers: list[Any] = [scale.get(key) for key in ("scale", "good")] if isinstance(scale, Mapping) else [None]
-        valid = all(is_number(value) and value >= 0 for value in numbers)
-        if not valid and (scale is not None or self.engine.scales.state()):
-            _refuse(
-                "loss_scale in the part 'pipeline'", "the scale of the loss and the updates without overflow", scale
-            )
-
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: State, beside: State) -> None:
         kept = copied_value(beside) or {"own": {}, "state": {}}
         current, host = {**optimizer.state_dict(), **kept["own"]}, self.updater.host
         described = dict(zip(map(id, optimizer.param_groups), current["param_groups"], strict=True))
         parameters: dict[tuple[int, str], nn.Parameter] = {}
-        for place, (group, name, parameter) in enumerate(self._grouped(optimizer)):
+        for place, (group, name, parameter) in enumerate(self.grouped(optimizer)):
             options = described[id(group)]
             for key, value in _copied(saved["options"][name], parameter, "lr").items():
                 tensors = isinstance(value, Tensor) and isinstance(options.get(key), Tensor)
@@ -409,46 +275,6 @@ class TrainingState:
                 number, _, key = place.partition(".")
                 kept = _copied(value, self.trained()[name], key)
                 hooks.states[int(number)].setdefault(name, {})[key] = kept
-
-
-def _refuse(name: str, expected: str, found: object) -> NoReturn:
-    raise CheckpointError(
-        f"{name} of the state: expected {expected}, found {found!r:.80}. Load what Pipeline.state_dict() returned, or "
-        "a checkpoint of Pipeline.save(...), without changes"
-    )
-
-
-def _check_shapes(name: str, state: State, parameter: Tensor) -> None:
-    """PyTorch's own optimizers keep tensors as large as the parameter, or that extend to it."""
-    for key, value in state.items():
-        if isinstance(value, Tensor | StoredTensor) and value.shape.numel() != 1:
-            pairs = zip(reversed(value.shape), reversed(parameter.shape), strict=False)
-            if len(value.shape) > parameter.ndim or any(size not in (1, full) for size, full in pairs):
-                raise CheckpointError(
-                    f"the optimizer's state has {key!r} of {name} with the shape {tuple(value.shape)}: expected "
-                    f"{tuple(parameter.shape)}, that of the parameter. {_SAME}"
-                )
-
-
-def _check_keys(name: str, state: State, options: State, parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """What one of PyTorch's own optimizers keeps of a parameter is found by a step of another one."""
-    small = nn.Parameter(torch.zeros((1,) * parameter.ndim))
-    small.grad = torch.zeros_like(small)
-    takes = inspect.signature(type(optimizer)).parameters
-    try:
-        other = type(optimizer)([small], **{key: value for key, value in options.items() if key in takes})
-        other.step()
-    except Exception:
-        # It needs a closure, a device or sparse gradients.
-        return
-    for key, expected in other.state[small].items():
-        found = state.get(key, "nothing")
-        tensor = isinstance(found, Tensor | StoredTensor | TensorParts)
-        if not (tensor or found is None or (is_number(found) and (key == "step" or not isinstance(expected, Tensor)))):
-            raise CheckpointError(
-                f"the optimizer's state of {name}: expected {key!r} of the type {type(expected).__name__}, found "
-                f"{text_of(found)}. {_SAME}"
-            )
 
 
 def _copied(value: Any, parameter: nn.Parameter, key: str) -> Any:
@@ -498,37 +324,6 @@ def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {"state": {place: optimizer.state[each] for place, each in every if each in optimizer.state}}
 
 
-def _part(state: object, name: str) -> State:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"expected a state dict, what Pipeline.state_dict() returns, found {type(state).__qualname__}. Pass that"
-        )
-    if name not in state:
-        raise CheckpointError(
-            f"the state dict has no part {name!r}: expected what Pipeline.state_dict() returns, found {sorted(state)}"
-        )
-    return _mapping(state[name], name)
-
-
-def _entries(saved: State, name: str) -> State:
-    """A part of the optimizer's state; an empty one has no entry for any parameter, which is refused by its name."""
-    if name == "hooks" and name not in saved:
-        raise CheckpointError(
-            "the optimizer's state has no part 'hooks': expected what Pipeline.state_dict() returns, which has one "
-            "even if it is empty. Load the whole of it"
-        )
-    return _mapping(saved.get(name, {}), f"optimizer.{name}")
-
-
-def _mapping(value: object, name: str) -> State:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(
-            f"the part {name!r} of the state dict is {value!r:.80}: expected a dict, as Pipeline.state_dict() returns "
-            "it"
-        )
-    return value
-
-
 def describe_run(plan: Plan, schedule: Schedule, recipe: Recipe) -> str:
     """All that decides which versions of which weights a run reads, in one line."""
     stages = " ".join(f"{stage.start}-{stage.stop}x{len(stage.ranks)}" for stage in plan.stages)
@@ -557,29 +352,3 @@ def _open_history(state: Mapping[str, Any], run: str, rank: int) -> History | No
             run,
         )
     return None
-
-
-def _check_history(state: Mapping[str, Any], parameters: Mapping[str, Tensor], run: str) -> None:
-    """Raises `CheckpointError` unless the history in `state`, if it is of the same `run`, is whole and fits."""
-    history = state.get("history")
-    if history is None:
-        return
-    parts = [history, *(history.get(part, {}) for part in PARTS)] if isinstance(history, Mapping) else [history]
-    if not all(isinstance(part, Mapping) for part in parts) or not isinstance(state["pipeline"].get("run"), str):
-        _refuse("history", "what Pipeline.save(...) wrote", history)
-    if state["pipeline"]["run"] != run:
-        return
-    for name, versions in history.get("weights", {}).items():
-        if name in parameters and not all(
-            isinstance(tensor, Tensor | StoredTensor) and tensor.shape == parameters[name].shape and _is_past(version)
-            for version, tensor in versions.items()
-        ):
-            _refuse(f"history/weights/{name}", f"tensors of the shape {tuple(parameters[name].shape)}", versions)
-    for stage, kept in history.get("stages", {}).items():
-        # Older checkpoints have norms of gradients, too.
-        if not isinstance(kept, Mapping) or not is_count(kept.get("updates"), 0):
-            _refuse(f"history/stages/{stage}", "the updates of a stage", kept)
-
-
-def _is_past(version: str) -> bool:
-    return version == "0" or (version.startswith("-") and version[1:].isdecimal())
