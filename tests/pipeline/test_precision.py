@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.parameters.weight_versions import ComputeWeights, VersionedWeights
+from penstock.runtime.parameters.version_slots import ComputeWeights
+from penstock.runtime.parameters.weight_versions import VersionedWeights
 from support import models
 from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options, run_cast
 from support.training import assert_equal

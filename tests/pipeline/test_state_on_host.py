@@ -11,7 +11,7 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.devices.host_copies import ThreadStaging
 from penstock.runtime.devices.staging import Staged, layout_of, on_host
-from penstock.runtime.parameters.weight_versions import _Window
+from penstock.runtime.parameters.version_slots import Window
 from support.jobs.peak_jobs import Training, measure_peaks
 from support.optimizers import GlobalNorm, GroupCounter, OwnCounter
 from support.processes import Pool
@@ -129,7 +129,7 @@ def test_a_breach_has_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(self: ThreadStaging, tensors: Any, memory: Any = None, *, kept: bool = False) -> Staged:
         return on_host([memory(layout_of(each)).zero_() for each in tensors])
 
-    for kind, name, breach in ((ThreadStaging, "to_host", forget), (_Window, "_keep", lambda self: None)):
+    for kind, name, breach in ((ThreadStaging, "to_host", forget), (Window, "_keep", lambda self: None)):
         with monkeypatch.context() as patched:
             patched.setattr(kind, name, breach)
             try:

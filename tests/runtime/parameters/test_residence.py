@@ -14,7 +14,7 @@ from penstock.runtime.devices.host_stores import MemoryStore
 from penstock.runtime.devices.staging import DeviceStaging
 from penstock.runtime.parameters.host_states import HostStates
 from penstock.runtime.parameters.residence import Residence, StreamedWeights
-from penstock.runtime.parameters.weight_versions import AS_STEPPED
+from penstock.runtime.parameters.version_slots import AS_STEPPED
 from support.simulated.simulated_device import Forgetful, Hasty, SimulatedDevice
 
 LAYOUT: Layout = (torch.Size((3, 5)), (5, 1), torch.float64)

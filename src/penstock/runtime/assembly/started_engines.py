@@ -39,8 +39,9 @@ from penstock.runtime.parameters.host_states import HostStates, check_steps_apar
 from penstock.runtime.parameters.optimizer_steps import Updater
 from penstock.runtime.parameters.residence import Residence, StreamedWeights
 from penstock.runtime.parameters.shards import dimensions_of
+from penstock.runtime.parameters.version_slots import ComputeWeights
 from penstock.runtime.parameters.weight_shares import WeightShares, assign_owners
-from penstock.runtime.parameters.weight_versions import ComputeWeights, Sharers, VersionedWeights
+from penstock.runtime.parameters.weight_versions import Sharers, VersionedWeights
 from penstock.runtime.transport.tensor_parallel_transport import connect_tensor_parallel
 from penstock.runtime.transport.transport import Channel, Edge, Transport
 from penstock.runtime.transport.worlds import World

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.errors import PenstockError
 from penstock.runtime.devices.staging import Staged, layout_of
 from penstock.runtime.parameters.host_states import HostStates, dense
-from penstock.runtime.parameters.weight_versions import ComputeWeights
+from penstock.runtime.parameters.version_slots import ComputeWeights
 from penstock.torch_internals.unimported import PLAIN
 
 _Coming: TypeAlias = tuple[Sequence[Tensor], Staged]
