@@ -23,7 +23,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.transport.backend_selection import SHARED_MEMORY
 from penstock.scheduling import METHODS, Compute, Send, Update
 from penstock.scheduling.schedules import Schedule
-from penstock.training.precisions import autocasting
+from penstock.training.recipes import autocasting
 from penstock.values.plans import schedule
 
 ONE_PROCESS, ONE_STAGE, DDP = "one process", "penstock, one stage", "torch DDP"

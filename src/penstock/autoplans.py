@@ -178,8 +178,8 @@ def fastest_plan(
     If there is none, raises the error of the simplest plan; where memory is limited, that of the search.
     """
     from penstock.capturing.export.cutting import takes_statistics
-    from penstock.planning.planner_names import PlannerName
     from penstock.planning.planners import plan as plan_on
+    from penstock.planning.requests import PlannerName
 
     require_cuts(len(chain.layers), wanted.stages or 1, chain.shares)
     flushes = wanted.schedule is None and not wanted.vertical_sync

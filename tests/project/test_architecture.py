@@ -205,7 +205,7 @@ PLANNERS = {
     "penstock.planning.spp.spp_search": "SPP",
     "penstock.planning.two_bw.pipeline_searches": "GPIPE ONE_F_ONE_B_FLUSH TWO_BW",
 }
-NAMING = {"oracle", "scheduling.orders", "penstock.planning.planner_names"}
+NAMING = {"oracle", "scheduling.orders", "penstock.planning.requests"}
 """Where schedules are defined, and the rooms that may say their names."""
 
 

@@ -25,8 +25,8 @@ from penstock.errors import PenstockError, PlanError
 from penstock.oracle.batches import ReferenceMicrobatch, cut, pieces_of, sizes_of
 from penstock.oracle.weights import Training
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition, VersionRule
-from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE, METHODS
+from penstock.scheduling.schedule_checks import require_common_updates
 from penstock.scheduling.verification.continuations import require_constant_delays
 from penstock.torch_internals.tensors import accumulated_hooks, gradient_hooks
 from penstock.training.losses import LossFunction, LossWeight, Microbatches, amounts_of, compute_loss

@@ -14,9 +14,9 @@ from penstock.arguments import FLAG, Entries, check_arguments, instance, integer
 from penstock.errors import PlanError
 from penstock.planning.memory import OPTIMIZER_COPIES
 from penstock.planning.orders.order_plans import plan_limited, plan_order
-from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import cost_of, speed_of
 from penstock.planning.ptd_p.three_d import plan_three_d
+from penstock.planning.requests import PlannerName
 from penstock.planning.search.constraints import MICROBATCHES_PER_DEVICE, PlanConstraints
 from penstock.planning.search.explanations import explain_infeasibility, explain_search, wire_note
 from penstock.planning.search.plan_search import SearchResult

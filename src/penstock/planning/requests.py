@@ -6,6 +6,7 @@ every call.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
@@ -32,6 +33,19 @@ _RULES: dict[str, Rule[Any]] = {
     "full_duplex": FLAG,
     "buffers": integer(0),
 }
+
+
+class PlannerName(StrEnum):
+    """Lists the planners in the order in which they run; `UNIFORM` and `ORDER` run only if they are named, and `TWO_BW`
+    also where `PIPEDREAM` would take too long."""
+
+    PIPEDREAM = "pipedream"
+    TWO_BW = "2bw"
+    SPP = "spp"
+    INTERLEAVED = "interleaved"
+    UNIFORM = "uniform"
+    ORDER = "order"
+    """The stages of the other planners, and an order that is found for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ from penstock.progress import progress_line
 from penstock.runtime.execution.split_backward import WeightBackward, run_input_backward
 from penstock.training.losses import LossFunction, compute_loss
 from penstock.training.optimizers import MakeOptimizer, make_optimizers
-from penstock.training.precisions import AUTOCAST, autocasting
+from penstock.training.recipes import AUTOCAST, autocasting
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype, sent_bytes
 from penstock.values.profiles import LayerProfile, Profile
 

@@ -30,7 +30,7 @@ from penstock.profiling.devices import Sample
 from penstock.profiling.profiler import profile, without_gradients
 from penstock.runtime.collectives.agreements import gather_results
 from penstock.runtime.transport.worlds import World
-from penstock.training.precisions import autocasting
+from penstock.training.recipes import autocasting
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.profiles import Profile
 

@@ -240,6 +240,15 @@ class ReceiveNorms:
         return f"{self.stage}N{self.version}<{self.source}"
 
 
+def carried_norms(stages: int, stage: int, target: int) -> range:
+    """The stages whose norms `stage`, one of `stages`, sends its neighbor `target`, in the order of the message.
+
+    Each stage gets the norms of all stages for the same update: those of later stages are sent from the last stage to
+    the first, and those of earlier stages from the first to the last.
+    """
+    return range(stage, stages) if target < stage else range(stage + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Reduce:
     """The replicas of stage `stage` sum their gradients for the update to `version`; all wait for the last one."""

@@ -8,7 +8,6 @@ from itertools import chain
 from penstock.arguments import is_count, text_of
 from penstock.errors import ScheduleError
 from penstock.scheduling.definitions import Guarantees, PipelineShape, ScheduleDefinition
-from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.placements import Placement, Skip, StageLayout
 from penstock.scheduling.schedule_names import SCHEDULES, find_definition, names_of, schedule_hint
 
@@ -102,6 +101,17 @@ def check_ties(definition: ScheduleDefinition, stages: int, ties: tuple[tuple[in
                 f"({names_of(lambda each: each.flushes)}) or {names_of(lambda each: each.defers_updates)}, untie the "
                 "weights, or put the layers that share them into one stage"
             )
+
+
+def require_common_updates(definition: ScheduleDefinition) -> None:
+    """Raises `ScheduleError` if stages update at times of their own, and so without the norms of the others."""
+    if not definition.synchronizes_updates:
+        raise ScheduleError(
+            f"schedule {definition.name!r}: clip_grad_norm=, loss_scale= and on_nonfinite='skip' or 'rollback' need "
+            "the gradients of all stages for an update, and every stage updates at its own time; choose "
+            f"{names_of(lambda each: each.defers_updates)!r} or a flushing schedule "
+            f"({names_of(lambda each: each.flushes)}), or leave these options out"
+        )
 
 
 def check_norms(definition: ScheduleDefinition, placement: Placement, ties: tuple[tuple[int, ...], ...]) -> None:

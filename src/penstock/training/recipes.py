@@ -1,19 +1,41 @@
 """The options that say how a pipeline trains, apart from its schedule."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
-from penstock.arguments import Rule, check_fields, choice, function, instance, number
+from penstock.arguments import Rule, check_fields, choice, function, instance, number, text_of
+from penstock.errors import PenstockError
 from penstock.training.losses import LossFunction, LossWeight, model_loss
 from penstock.training.optimizers import MakeOptimizer, MakeScheduler
-from penstock.training.precisions import AUTOCAST, autocasting, check_version_dtype
 from penstock.training.scaling import SKIPPING, LossScale, OnNonfinite, read_loss_scale
 from penstock.training.update_corrections import UpdateHook, read_hooks
 from penstock.training.wire_codecs import WireCodec, WireDtype, read_wire_dtype
+
+_KINDS = (torch.bfloat16, torch.float16)
+AUTOCAST: Rule[torch.dtype | None] = Rule(
+    "torch.bfloat16 or torch.float16",
+    lambda value: isinstance(value, torch.dtype) and value in _KINDS,
+    lambda value: value,
+    "give one of them, or leave it out for the model's own types",
+).optional
+
+
+def check_version_dtype(dtype: torch.dtype | None, autocast: torch.dtype | None) -> None:
+    """Raises `PenstockError` if weights are to be held in a type that the model does not compute in."""
+    if dtype is not None and dtype != autocast:
+        raise PenstockError(
+            f"version_dtype=: expected the same type as autocast=, {autocast!r}, since operators need weights and "
+            f"inputs of one type, found {text_of(dtype)}: pass both, or leave version_dtype= out"
+        )
+
+
+def autocasting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
+    """The context that a forward on `device` computes in."""
+    return nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
 
 
 def _optimizer_advice(value: object) -> str:

@@ -24,10 +24,10 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    carried_norms,
     parse_programs,
 )
 from penstock.scheduling.lowering import partners
-from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.verifier import verify_programs
 from support.schedule_strategies import schedules, waiting_schedules

@@ -12,8 +12,7 @@ from operator import add, sub
 
 from penstock.planning.orders.bounds import Bound, bound_of
 from penstock.planning.orders.rows import OrderCosts, TimedRows, rows_of, text_of_rows
-from penstock.planning.planner_names import PlannerName
-from penstock.planning.requests import if_runnable
+from penstock.planning.requests import PlannerName, if_runnable
 from penstock.scheduling.orders import METHODS
 from penstock.scheduling.written_programs import define_by_programs
 from penstock.simulating.action_costs import Costs, plan_costs

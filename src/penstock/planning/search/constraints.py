@@ -11,8 +11,7 @@ from typing import NoReturn, get_args
 from penstock.arguments import FLAG, check_fields, choice, integer, number, text_of
 from penstock.errors import PlanError, suggestion
 from penstock.planning.memory import OPTIMIZER_COPIES
-from penstock.planning.planner_names import PlannerName
-from penstock.planning.requests import Request, can_run
+from penstock.planning.requests import PlannerName, Request, can_run
 from penstock.planning.stage_costs import AllReduce, simulator_options
 from penstock.planning.two_bw.pipeline_searches import PIPELINE_SCHEDULES
 from penstock.scheduling.definitions import ScheduleDefinition

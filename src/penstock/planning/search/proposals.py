@@ -22,9 +22,8 @@ from itertools import chain
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.memory import require_fit
 from penstock.planning.pipedream.partitions import find_pipedream, find_unequal
-from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import foresee
-from penstock.planning.requests import Request, can_run, number_ranks
+from penstock.planning.requests import PlannerName, Request, can_run, number_ranks
 from penstock.planning.search.constraints import PlanConstraints, PlannerQuery
 from penstock.planning.spp.spp_search import MOST_ORDERED, find_spp, is_quick, propose_grouped
 from penstock.planning.stage_costs import ChainCosts, chain_costs

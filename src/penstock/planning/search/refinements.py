@@ -17,9 +17,8 @@ from itertools import chain
 from math import inf
 
 from penstock.planning.memory import cuts_of, overfull_rank
-from penstock.planning.planner_names import PlannerName
 from penstock.planning.predictions import count_rounds, predict, slowest_seconds, speed_of
-from penstock.planning.requests import if_runnable, stages_on_devices
+from penstock.planning.requests import PlannerName, if_runnable, stages_on_devices
 from penstock.planning.search.constraints import PlanConstraints, plans_for
 from penstock.planning.search.device_moves import Groups
 from penstock.planning.search.local_search import Effort, LocalSearch, Timed, shape_of

@@ -20,8 +20,8 @@ from penstock.capturing.weightless import is_weightless
 from penstock.errors import PenstockError, PlanError
 from penstock.runtime.devices.host_stores import HOST
 from penstock.scheduling.definitions import ScheduleDefinition
-from penstock.scheduling.norms import require_common_updates
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
+from penstock.scheduling.schedule_checks import require_common_updates
 from penstock.training.recipes import Recipe
 from penstock.values.plans import MICROBATCHES, Plan, require_schedule
 

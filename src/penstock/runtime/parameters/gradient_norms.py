@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.runtime.parameters.shards import local_shard, whole
 from penstock.runtime.parameters.weight_shares import WeightShares
 from penstock.runtime.transport.transport import Message
-from penstock.scheduling.norms import carried_norms
+from penstock.scheduling.actions import carried_norms
 from penstock.torch_internals.tensors import divide_each, multiply_each, norm_of_each
 from penstock.torch_internals.unimported import is_dtensor
 

@@ -39,9 +39,9 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    carried_norms,
 )
 from penstock.scheduling.lowering import counterpart, nexts, partners, peer, peers
-from penstock.scheduling.norms import carried_norms
 from penstock.scheduling.verification.stage_invariants import KINDS, Row
 from penstock.scheduling.verification.violations import StagedPrograms, report, show_row
 
