@@ -64,6 +64,11 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     return f"Did you mean {nearest[0]!r}? " if nearest else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 matches``; for messages and tables."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
+
+
 def visible(text: str, *, lines: bool = False) -> str:
     """`text` with every character that is not printed as its escape, such as ``\\x1b``. These are the commands of
     terminals, marks that turn the direction of text, and halves of characters. `lines`: keeps ends of lines and tabs.

@@ -25,7 +25,7 @@ from penstock.capturing.preservation import in_mode
 from penstock.capturing.reads import Change
 from penstock.capturing.sequential import watch_shared
 from penstock.doctor.stragglers import Stragglers
-from penstock.errors import CheckpointError, PenstockError, TransportError
+from penstock.errors import CheckpointError, PenstockError, TransportError, counted
 from penstock.reporting.stats import Stats, StatsSource
 from penstock.runtime.assembly.captured_models import capture_for_training
 from penstock.runtime.assembly.first_batch import FirstBatch
@@ -729,8 +729,9 @@ class Pipeline:
                 self.drain()
 
     def __repr__(self) -> str:
-        run = f"{self.schedule.name}, {len(self.plan.stages)} stages, {self.plan.microbatches} microbatches"
-        return f"<{type(self).__name__}, rank {self.rank} of {self._world.processes}: {run}, {self.steps} steps>"
+        sizes = ((len(self.plan.stages), "stage"), (self.plan.microbatches, "microbatch"), (self.steps, "step"))
+        run = ", ".join([self.schedule.name, *(counted(*size) for size in sizes)])
+        return f"<{type(self).__name__}, rank {self.rank} of {self._world.processes}: {run}>"
 
     def __enter__(self) -> Self:
         return self

@@ -66,7 +66,7 @@ def test_jobs_take_turns_and_lose_no_step(tmp_path):
     # One worker: no two jobs had it at a time.
     spans = sorted((held.start, held.stop) for held in run.held)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-    assert any("lease 2 on CPU [0], 1 processes" in line for line in lines)
+    assert any("lease 2 on CPU [0], 1 process" in line for line in lines)
 
 
 def test_rounds_that_are_shorter_than_a_start_end_nonetheless(tmp_path):

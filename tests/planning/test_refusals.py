@@ -123,10 +123,10 @@ REFUSALS = [
     ),
     (
         lambda: find_unequal(SIX, TWO.with_kinds([FAST, HALF]), Request(stages=3)),
-        "2 devices with 1 stages each.*found 3",
+        "2 devices with 1 stage each.*found 3",
     ),
     (part(straight=True), "cannot cut 3 layers into 4 stages: .*Use fewer stages"),
-    (part(stages=5), r"stages: expected at most 4 \(4 devices with 1 stages each\), found 5"),
+    (part(stages=5), r"stages: expected at most 4 \(4 devices with 1 stage each\), found 5"),
     (part(stages=0), "stages: expected a whole number, 1 or more, found 0"),
     (part(schedule="2bv"), "schedule: expected one of .*Did you mean '2bw'"),
     (pipelines("pipedream"), "schedule: expected one of 2bw, 1f1b-flush, gpipe"),

@@ -182,7 +182,7 @@ def test_no_minibatches_are_refused() -> None:
     [
         (Plan.uniform(4, 2), 5, 2, "the plan has layers 0 to 3 and the profile '' has 5 layers: expected the same"),
         (Plan.uniform(4, 2, microbatch_size=4), 4, 2, "measured with 8 samples and the plan has 4: expected the same"),
-        (Plan.uniform(4, 2), 4, 1, "the plan has 2 ranks and the cluster 1 devices: expected one each"),
+        (Plan.uniform(4, 2), 4, 1, "the plan has 2 ranks and the cluster 1 device: expected one each"),
     ],
 )
 def test_what_does_not_fit_is_refused(plan: Plan, layers: int, devices: int, message: str) -> None:

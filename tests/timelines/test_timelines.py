@@ -91,7 +91,7 @@ def test_bubble_equals_counting_ticks(spans: list[tuple[int, int, int]]) -> None
         (lambda: Span(0, "0F0@0", 0.0, math.nan), "span of 0F0@0 on rank 0: expected a finite start and a stop not"),
         (lambda: Timeline((), 0), "ranks: expected a whole number, 1 or more, found 0 in a timeline: pass the number"),
         (lambda: Timeline(SPANS, 2, (RankMemory(1.0, 1.0),)), "timeline of 2 ranks: expected the memory of each rank"),
-        (lambda: Timeline(SPANS, 1), "timeline of 1 ranks: the span of 1R0<0 lies on rank 1, expected one of 0 to 0"),
+        (lambda: Timeline(SPANS, 1), "timeline of 1 rank: the span of 1R0<0 lies on rank 1, expected one of 0 to 0"),
     ],
 )
 def test_what_is_wrong_is_refused(build: object, message: str) -> None:

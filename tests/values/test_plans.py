@@ -28,7 +28,7 @@ def test_devices_that_are_left_out_are_said():
     stages = (Stage(0, 2, (1,)), Stage(2, 3, (0,)))
     plan = Plan(stages, devices=(0, 3))
 
-    assert str(plan).splitlines()[0] == "1f1b-flush: 1 microbatches, ranks: 2, on devices 0, 3"
+    assert str(plan).splitlines()[0] == "1f1b-flush: 1 microbatch, ranks: 2, on devices 0, 3"
     assert Plan(stages, devices=(0, 1)) == Plan(stages)
     assert plan.used(Cluster.uniform(4, 1e9)) == Cluster.uniform(4, 1e9).pick((0, 3))
     with pytest.raises(PlanError, match=r"2 ranks up to device 3 and the cluster 3 devices"):

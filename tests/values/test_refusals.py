@@ -66,7 +66,7 @@ PLANS = [
     ),
     (lambda: Plan(stages((0, 2, (1,)), (2, 3, (0,))), devices=(0, 0)), "devices: expected 2 different devices"),
     (lambda: Plan(stages((0, 2, (1,)), (2, 3, (0,))), devices=(0, 1, 2)), "devices: expected 2 different devices"),
-    (lambda: Plan.uniform(2, 2).used(Cluster.uniform(1, 1e9)), "2 ranks and the cluster 1 devices"),
+    (lambda: Plan.uniform(2, 2).used(Cluster.uniform(1, 1e9)), "2 ranks and the cluster 1 device"),
     (lambda: Plan.balanced([1] * 6, 2, speeds=[1, 1, 1]), r"speeds: expected 2 \(one per rank\), found 3"),
     (lambda: Plan.balanced([1.0, 1.0], 3), "cannot cut 2 layers into 3 stages"),
     *(
@@ -125,7 +125,7 @@ PROFILES = [
     ),
     (lambda: ONE.with_wire_share(2), "share: expected a number from 0 to 1, found 2"),
     (lambda: ONE.joined(Profile((LAYER, LAYER), 1, device="b")), "expected the layers of the profile of 'a'"),
-    (lambda: ONE.joined(Profile((LAYER,), 2, device="b")), "expected microbatches of 1 samples, as on 'a', found 2"),
+    (lambda: ONE.joined(Profile((LAYER,), 2, device="b")), "expected microbatches of 1 sample, as on 'a', found 2"),
     (lambda: ONE.joined(ONE), "expected another device than 'a', found 'a'"),
     (lambda: Profile.load("nowhere/profile.json"), "no such file"),
     (lambda: Profile.load("."), "cannot be read"),

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from penstock.doctor.conditions import Condition, Evidence, RankCondition, kind_of, user_frame
 from penstock.doctor.records import RankRecord
+from penstock.errors import counted
 from penstock.timelines.spans import Span
 from penstock.values.quantities import seconds_text
 
@@ -223,7 +224,7 @@ def _outside_words(rank: str, culprit: RankCondition, evidence: Evidence) -> str
     if others > made == 0:
         return f"{since}, and has never called step"
     if others > made:
-        return f"{since}, after {made} step{'s' if made > 1 else ''}; others are in step {others - 1}"
+        return f"{since}, after {counted(made, 'step')}; others are in step {others - 1}"
     return since
 
 

@@ -8,6 +8,7 @@ from penstock.doctor.conditions import Evidence, RankCondition
 from penstock.doctor.diagnosis import Diagnosis
 from penstock.doctor.records import ThreadRecord
 from penstock.doctor.step_pictures import draw_step
+from penstock.errors import counted
 from penstock.timelines.spans import Span
 from penstock.timelines.timelines import Timeline
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
@@ -73,7 +74,7 @@ _LEGEND = (
 
 def _head(evidence: Evidence, diagnosis: Diagnosis) -> list[str]:
     job = evidence.job
-    lines = [f"penstock doctor: {job.schedule}, {_count(job.ranks, 'rank')}", "", f"{diagnosis.verdict.upper()}: "]
+    lines = [f"penstock doctor: {job.schedule}, {counted(job.ranks, 'rank')}", "", f"{diagnosis.verdict.upper()}: "]
     lines[-1] += f"{diagnosis.sentence}."
     if diagnosis.edge is not None:
         lines.append(f"Blocked edge {diagnosis.edge}.")
@@ -148,10 +149,6 @@ def _last_actions(evidence: Evidence) -> Timeline | None:
     end = max([last, *(began for *_, began in running)]) + 0.25 * max(last - first, 1e-6)
     spans += [Span(rank, action, began, end) for rank, action, began in running]
     return Timeline(tuple(spans), 1 + max(span.rank for span in spans))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _printable(line: str) -> str:

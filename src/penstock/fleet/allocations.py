@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from penstock.arguments import TEXT, check_fields, entries, instance
-from penstock.errors import PlanError, visible
+from penstock.errors import PlanError, counted, visible
 from penstock.fleet.problems import Floats, Problem
 from penstock.values.quantities import table_lines
 
@@ -51,8 +51,8 @@ class Allocation:
         for name, used in self.used().items():
             if used > self.problem.pools[name] * (1 + _NEAR):
                 raise PlanError(
-                    f"shares: expected at most {self.problem.pools[name]} workers of {name!r}, found {used:.6g}: "
-                    "give some job less"
+                    f"shares of {name!r}: expected at most {counted(self.problem.pools[name], 'worker')}, found "
+                    f"{used:.6g}: give some job less"
                 )
 
     def array(self) -> Floats:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.arguments import check_arguments, integer, number
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PenstockError, PlanError, counted
 from penstock.fleet.fleet_files import FleetFile, TrainingCommand
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
 from penstock.fleet.lease_processes import LOST, Launch, LeaseProcesses, Nodes, ThisNode
@@ -212,7 +212,7 @@ class FleetExecutor:
         self._save()
         self._processes[name] = self._nodes.start(launch)
         where = f"{lease.kind} {list(lease.workers)}"
-        self._report(f"{name}: lease {job.leases} on {where}, {launch.processes} processes")
+        self._report(f"{name}: lease {job.leases} on {where}, {counted(launch.processes, 'process')}")
 
     def _launch(self, record: LeaseRecord) -> Launch:
         folder, command = self._folder(record.job), self._commands[record.job]
@@ -270,7 +270,7 @@ class FleetExecutor:
         job.preemptions += 1
         if record.steps_after == record.steps_before:
             job.least_rounds = 2 * max(job.least_rounds, self._state.rounds - record.first_round)
-            what = f"its next leases last {job.least_rounds} rounds or more"
+            what = f"its next leases last {counted(job.least_rounds, 'round')} or more"
             self._report(f"{name}: its lease ended before a step was saved; {what}")
 
     def _is_young(self, name: str) -> bool:
@@ -308,7 +308,7 @@ class FleetExecutor:
         record.steps_after = steps_done(self._checkpoints(name))
         if code == 0:
             job.status, job.finished, job.failures = "done", record.stop, 0
-            self._report(f"{name}: done after {job.leases} leases")
+            self._report(f"{name}: done after {counted(job.leases, 'lease')}")
         elif record.asked is not None:
             job.status, job.failures = "waiting", 0
         elif code == LOST:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 
+from penstock.errors import counted
 from penstock.fleet.jobs import Job, Kind
 from penstock.fleet.problems import Floats
 
@@ -102,7 +103,7 @@ class FleetRun:
         """The figures of the run, one a line."""
         worst = max(job.fairness for job in self.jobs)
         lines = [
-            f"{len(self.jobs)} jobs in {_hours(self.makespan)}, {self.allocations} allocations",
+            f"{counted(len(self.jobs), 'job')} in {_hours(self.makespan)}, {counted(self.allocations, 'allocation')}",
             f"completion time: {_hours(self.mean_seconds)} on average, {_hours(self.tail_seconds(0.5))} median, "
             f"{_hours(self.tail_seconds())} for 99 %",
             f"finish-time fairness: {self.fairness:.3g} on average, {worst:.3g} at worst",

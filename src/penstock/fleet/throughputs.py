@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.arguments import Entries, check_arguments, check_fields, instance, mapping, number
-from penstock.errors import PlanError, visible
+from penstock.errors import PlanError, counted, visible
 from penstock.fleet.jobs import Entity, Job, Kind
 from penstock.fleet.problems import Pair, Problem
 from penstock.planning import plan
@@ -139,7 +139,7 @@ def _speed(model: ModelJob, machines: Machines) -> PlannedSpeed:
     if kind.name in model.measured:
         return PlannedSpeed(float(model.measured[kind.name]), "measured")
     if job.workers > kind.workers:
-        return PlannedSpeed(0.0, f"it takes {job.workers} workers, and there are {kind.workers}")
+        return PlannedSpeed(0.0, f"it takes {counted(job.workers, 'worker')}, expected at most {kind.workers}")
     profile, speed = model.profiles.get(kind.name), 1.0
     if profile is None:
         if model.profile is None:
@@ -150,5 +150,6 @@ def _speed(model: ModelJob, machines: Machines) -> PlannedSpeed:
     except PlanError as error:
         return PlannedSpeed(0.0, str(error).partition("\n")[0])
     assert found.predicted is not None, "the planner predicts what it plans"
-    what = f"planned: {found.schedule}, {len(found.stages)} stages, {found.microbatches} x {found.microbatch_size}"
+    stages = counted(len(found.stages), "stage")
+    what = f"planned: {found.schedule}, {stages}, {found.microbatches} x {found.microbatch_size}"
     return PlannedSpeed(found.predicted.samples_per_second, what, found)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from penstock.arguments import FLAG, Rule, check_fields, integer, number
-from penstock.errors import PlanError, ScheduleError
+from penstock.errors import PlanError, ScheduleError, counted
 from penstock.planning.memory import OPTIMIZER_COPIES, interval_bytes, live_counts, peak_bytes
 from penstock.planning.stage_costs import AllReduce, ChainCosts, Counts, Flags, chain_costs
 from penstock.scheduling.definitions import PipelineShape, ScheduleDefinition
@@ -133,8 +133,9 @@ class Request:
         stages = self.stages if self.stages is not None else devices * self.stages_per_rank
         if stages > devices * self.stages_per_rank:
             raise PlanError(
-                f"stages: expected at most {devices * self.stages_per_rank} ({devices} devices with "
-                f"{self.stages_per_rank} stages each), found {stages}: use fewer stages or describe more devices"
+                f"stages: expected at most {devices * self.stages_per_rank} ({counted(devices, 'device')} with "
+                f"{counted(self.stages_per_rank, 'stage')} each), found {stages}: use fewer "
+                "stages or describe more devices"
             )
         return stages
 

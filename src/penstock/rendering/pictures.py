@@ -12,7 +12,7 @@ from statistics import median
 from typing import assert_never
 
 from penstock.arguments import check_arguments, instance, integer
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, counted
 from penstock.rendering.strips import COPIES, LabeledSpan, Strip, draw_strips, label_spans, last_column
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.action_costs import Costs
@@ -72,7 +72,7 @@ def _render_schedule(schedule: Schedule, minibatches: int, width: int) -> str:
 def _render_timeline(timeline: Timeline, width: int) -> str:
     whole, steady = f"{timeline.bubble:.1%}", f"{timeline.steady_bubble:.1%}"
     head = [
-        f"timeline: {_count(timeline.ranks, 'rank')}, {seconds_text(timeline.seconds)}",
+        f"timeline: {counted(timeline.ranks, 'rank')}, {seconds_text(timeline.seconds)}",
         f"bubble: {whole} of wall time" + ("" if steady == whole else f"; {steady} without fill and drain"),
     ]
     entries = label_spans(timeline)
@@ -91,7 +91,7 @@ def _render_timeline(timeline: Timeline, width: int) -> str:
 
 
 def _title(schedule: Schedule, minibatches: int) -> str:
-    parts = [_count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch") + " a minibatch"]
+    parts = [counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch") + " a minibatch"]
     if schedule.stages_per_rank > 1:
         parts.insert(1, f"{schedule.stages_per_rank} stages per rank")
     if schedule.ranks > schedule.placement.length:
@@ -99,7 +99,7 @@ def _title(schedule: Schedule, minibatches: int) -> str:
         parts.insert(1, f"replicas {schedule.placement.text()}{split}")
     if schedule.vertical_sync:
         parts.append("vertical sync")
-    return f"{schedule.name}: {', '.join(parts)}; {_count(minibatches, 'minibatch')} drawn"
+    return f"{schedule.name}: {', '.join(parts)}; {counted(minibatches, 'minibatch')} drawn"
 
 
 def _bubble(schedule: Schedule, timeline: Timeline) -> str:
@@ -212,8 +212,3 @@ def _listed(values: Sequence[float], format_spec: str = "") -> str:
         least, most = f"{min(values):{format_spec}}", f"{max(values):{format_spec}}"
         return f"{least} each" if least == most else f"{least} to {most}"
     return " ".join(f"{value:{format_spec}}" for value in values)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number} {noun if number == 1 else plural}"

@@ -16,7 +16,7 @@ from itertools import chain
 from math import ceil, inf, isfinite, lcm, log
 from typing import assert_never
 
-from penstock.errors import PlanError, visible
+from penstock.errors import PlanError, counted, visible
 from penstock.rendering.device_boxes import (
     STYLE,
     Box,
@@ -98,9 +98,8 @@ def _headline(plan: Plan, cluster: Cluster) -> str:
     options += [f"tensor parallel {plan.tensor_parallel}"] if plan.tensor_parallel > 1 else []
     options += ["split microbatches"] if plan.routing == "split" else []
     size = "" if plan.microbatch_size is None else f" of {plan.microbatch_size}"
-    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}{size}"
-    stages = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
-    return f"{plan.schedule}: {', '.join([stages, microbatches, *options])}, {plan.ranks} of {cluster.devices} devices"
+    parts = [counted(len(plan.stages), "stage"), counted(plan.microbatches, "microbatch") + size, *options]
+    return f"{plan.schedule}: {', '.join(parts)}, {plan.ranks} of {counted(cluster.devices, 'device')}"
 
 
 def _figures(plan: Plan) -> str:

@@ -16,29 +16,18 @@ from itertools import chain
 from typing import TypeAlias, assert_never
 
 from penstock.arguments import FLAG, Entries, check_fields, entries, instance, integer
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, counted
 from penstock.scheduling.actions import (
     Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
     HostCopy,
     Message,
-    Recompute,
     Reduce,
     Update,
     WeightMove,
+    WeightReading,
     format_programs,
 )
-from penstock.scheduling.definitions import (
-    Drain,
-    Guarantees,
-    PipelineShape,
-    ScheduleDefinition,
-    Segment,
-    Step,
-)
+from penstock.scheduling.definitions import Drain, Guarantees, PipelineShape, ScheduleDefinition, Segment, Step
 from penstock.scheduling.lowering import Lowering, follow_sends, sources_of
 from penstock.scheduling.orders import INFERENCE, STREAMED_INFERENCE
 from penstock.scheduling.placements import Placement, Skip, StageLayout
@@ -56,24 +45,19 @@ from penstock.scheduling.schedule_checks import (
 from penstock.scheduling.schedule_names import identify
 
 
-def _version_read(guarantees: Guarantees, stage: int, microbatch: int) -> int:
-    """The version that `stage` reads for `microbatch` in a run that continues another one; below 0, one of that run."""
-    return microbatch // guarantees.microbatches_per_update[stage] - guarantees.delays[stage]
-
-
 def continued_action(action: Action, guarantees: Guarantees) -> Action:
-    """What takes the place of `action` of a fresh run in one that continues another one."""
+    """What takes the place of `action` of a fresh run in one that continues another one; versions below 0 are of the
+    other run.
+    """
+    delay = guarantees.delays[action.stage]
+    if isinstance(action, WeightReading):
+        version = action.microbatch // guarantees.microbatches_per_update[action.stage] - delay
+        return type(action)(action.stage, action.microbatch, version)
+    if isinstance(action, Update):
+        return Update(action.stage, action.version, action.version - 1 - delay)
     if isinstance(action, Message | Reduce | HostCopy | WeightMove):
         return action
-    match action:
-        case Forward(stage, microbatch) | Backward(stage, microbatch) | Recompute(stage, microbatch):
-            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
-        case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
-            return type(action)(stage, microbatch, _version_read(guarantees, stage, microbatch))
-        case Update(stage, version):
-            return Update(stage, version, version - 1 - guarantees.delays[stage])
-        case _:
-            assert_never(action)
+    assert_never(action)
 
 
 Programs: TypeAlias = tuple[tuple[Action, ...], ...]
@@ -310,8 +294,8 @@ class Schedule:
         if self.ranks > self.placement.length:
             sync += f", replicas {self.placement.text()}" + (" that split microbatches" if self.placement.split else "")
         head = (
-            f"{self.name}: {_count(self.ranks, 'rank')}, {_count(self.stages, 'stage')}, "
-            f"{_count(self.microbatches, 'microbatch')} a minibatch{sync}; {_count(minibatches, 'minibatch')}:"
+            f"{self.name}: {counted(self.ranks, 'rank')}, {counted(self.stages, 'stage')}, "
+            f"{counted(self.microbatches, 'microbatch')} a minibatch{sync}; {counted(minibatches, 'minibatch')}:"
         )
         return f"{head}\n{format_programs(self.program(minibatches))}"
 
@@ -362,8 +346,3 @@ def _read_groups(name: str, given: object) -> tuple[tuple[int, ...], ...]:
 
 def _check_count(name: str, value: int) -> None:
     integer(0).but("give 0 or more").check(f"schedule: {name}", value, ScheduleError)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number} {noun if number == 1 else plural}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.arguments import check_fields, entries, instance, integer
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, counted
 from penstock.timelines.drawings import timeline_svg
 from penstock.timelines.memories import RankMemory
 from penstock.timelines.pages import timeline_page
@@ -47,17 +47,17 @@ class Timeline:
             rule.check(f"spans[{index}]", span, ScheduleError)
             if span.rank >= self.ranks:
                 raise ScheduleError(
-                    f"timeline of {self.ranks} ranks: the span of {span.action} lies on rank {span.rank}, expected one "
-                    f"of 0 to {self.ranks - 1}: pass ranks={span.rank + 1} or more"
+                    f"timeline of {counted(self.ranks, 'rank')}: the span of {span.action} lies on rank {span.rank}, "
+                    f"expected one of 0 to {self.ranks - 1}: pass ranks={span.rank + 1} or more"
                 )
         if self.memory and len(self.memory) != self.ranks:
             raise ScheduleError(
-                f"timeline of {self.ranks} ranks: expected the memory of each rank or of none, found that of "
-                f"{len(self.memory)}: give one RankMemory for each rank"
+                f"timeline of {counted(self.ranks, 'rank')}: expected the memory of each rank or of none, found that "
+                f"of {len(self.memory)}: give one RankMemory for each rank"
             )
 
     def __repr__(self) -> str:
-        size = f"{self.ranks} ranks, {len(self.spans)} spans"
+        size = f"{counted(self.ranks, 'rank')}, {counted(len(self.spans), 'span')}"
         return f"Timeline({size}, {self.seconds:.6g} seconds, bubble {self.bubble:.1%})"
 
     @property
@@ -231,9 +231,8 @@ def explain_spans(spans: Sequence[Span], ranks: int, seconds: float) -> str:
             sources[span.rank, span.stage, span.reference] += span.seconds
         elif span.kind == "reduce":
             sums[span.rank] += span.seconds
-    lines = [
-        f"{ranks} ranks, {seconds_text(seconds)}. Of its time each rank computes, waits for messages, sums gradients:"
-    ]
+    what = "Of its time each rank computes, waits for messages, sums gradients:"
+    lines = [f"{counted(ranks, 'rank')}, {seconds_text(seconds)}. {what}"]
     for rank in range(ranks):
         shares = [own[rank] / seconds for own in (busy, waits, sums)]
         rest = max(0.0, 1 - sum(shares))

@@ -26,7 +26,7 @@ from penstock.arguments import (
     number,
     text_of,
 )
-from penstock.errors import PlanError, ScheduleError, visible
+from penstock.errors import PlanError, ScheduleError, counted, visible
 from penstock.scheduling.definitions import ScheduleDefinition
 from penstock.scheduling.orders import DEFAULT_SCHEDULE
 from penstock.scheduling.placements import Placement
@@ -313,8 +313,9 @@ class Plan:
         needed = max(self.devices, default=self.ranks - 1) + 1
         if cluster.devices < needed:
             raise PlanError(
-                f"the plan has {self.ranks} ranks{f' up to device {needed - 1}' if self.devices else ''} and the "
-                f"cluster {cluster.devices} devices: expected one each. Plan for fewer ranks or describe more devices"
+                f"the plan has {counted(self.ranks, 'rank')}{f' up to device {needed - 1}' if self.devices else ''} and"
+                f" the cluster {counted(cluster.devices, 'device')}: expected one each. Plan for fewer ranks or "
+                "describe more devices"
             )
         return cluster.pick(self.devices) if self.devices else cluster
 
@@ -353,7 +354,8 @@ class Plan:
         options += ", split microbatches" if self.routing == "split" else ""
         options += f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         used = f", on {ranks_text(self.devices).replace('rank', 'device')}" if self.devices else ""
-        lines = [f"{self.schedule}{options}: {self.microbatches} microbatches{size}, ranks: {self.ranks}{used}"]
+        count = counted(self.microbatches, "microbatch")
+        lines = [f"{self.schedule}{options}: {count}{size}, ranks: {self.ranks}{used}"]
         rows = [("stage", "layers", "ranks")]
         rows += [(str(i), f"[{s.start}, {s.stop})", ranks_text(s.ranks)) for i, s in enumerate(self.stages)]
         lines += table_lines(rows, left={1, 2})

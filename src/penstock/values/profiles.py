@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from penstock.arguments import TEXT, Entries, FieldRules, check_fields, instance, integer, is_count, number, text_of
-from penstock.errors import ProfileError, suggestion
+from penstock.errors import ProfileError, counted, suggestion
 from penstock.values.crossings import Crossing
 from penstock.values.device_kinds import DeviceKind
 from penstock.values.documents import YamlNode, read_json, read_known, write_text
@@ -225,13 +225,13 @@ class Profile:
             )
         if other.tensor_parallel != self.tensor_parallel:
             raise ProfileError(
-                f"profile of {other.device!r}: expected layers on {self.tensor_parallel} devices (tensor_parallel), as "
-                f"on {self.device!r}, found {other.tensor_parallel}: measure both alike"
+                f"profile of {other.device!r}: expected layers on {counted(self.tensor_parallel, 'device')} "
+                f"(tensor_parallel), as on {self.device!r}, found {other.tensor_parallel}: measure both alike"
             )
         if other.microbatch_size != self.microbatch_size:
             raise ProfileError(
-                f"profile of {other.device!r}: expected microbatches of {self.microbatch_size} samples, as on "
-                f"{self.device!r}, found {other.microbatch_size}: measure both at the same size"
+                f"profile of {other.device!r}: expected microbatches of {counted(self.microbatch_size, 'sample')}, as "
+                f"on {self.device!r}, found {other.microbatch_size}: measure both at the same size"
             )
         return replace(self, others=(*self.others, other.times_on(DeviceKind(other.device)), *other.others))
 

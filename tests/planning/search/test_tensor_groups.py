@@ -123,7 +123,7 @@ def test_clusters_are_compared_with_groups() -> None:
 
 
 def test_profiles_of_other_groups_are_not_joined() -> None:
-    with pytest.raises(ProfileError, match=r"expected layers on 1 devices \(tensor_parallel\)"):
+    with pytest.raises(ProfileError, match=r"expected layers on 1 device \(tensor_parallel\)"):
         replace(blocks(), device="a").joined(replace(blocks(degree=2), device="b"))
 
 

@@ -108,7 +108,7 @@ def test_what_is_proved() -> None:
 
     assert verification == Verification("pipedream", 3, 30, (2, 1), (2, 1), (2, 1), (0, 0))
     assert str(verification) == (
-        "pipedream: every invariant holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight, 2 1 weight "
-        "versions"
+        "pipedream: every invariant holds for 30 actions in 3 minibatches; per stage at most 2 1 in flight; weight "
+        "versions: 2 1"
     )
     assert verify_programs(STASH.program(3), STASH, 3) == verification

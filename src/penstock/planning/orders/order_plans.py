@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, number
-from penstock.errors import PlanError
+from penstock.errors import PlanError, counted
 from penstock.planning.orders.judged_stages import named_plans
 from penstock.planning.orders.search import FoundOrder, find_order, limit_order
 from penstock.planning.predictions import prediction_of, speed_of
@@ -145,7 +145,7 @@ class FrontierPoint:
         """The order, what recomputes, and the number of stages."""
         plan = self.plan
         some = "" if isinstance(plan.recompute, bool) else f" stages {', '.join(map(str, plan.recompute))}"
-        return f"{plan.schedule}{f', recomputed{some}' if plan.recompute else ''}, {len(plan.stages)} stages"
+        return f"{plan.schedule}{f', recomputed{some}' if plan.recompute else ''}, {counted(len(plan.stages), 'stage')}"
 
     def dot(self) -> PlanDot:
         """The point in a picture."""

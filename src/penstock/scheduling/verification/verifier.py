@@ -8,7 +8,7 @@ see from inside a run, so nothing runs that is not proved first.
 from dataclasses import dataclass
 
 from penstock.arguments import instance, integer
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, counted
 from penstock.scheduling.actions import Offload
 from penstock.scheduling.schedules import Programs, Schedule
 from penstock.scheduling.verification.message_invariants import require_message_invariants
@@ -39,10 +39,11 @@ class Verification:
             " ".join(map(str, peaks)) for peaks in (self.in_flight, self.versions, self.pending_weight_backwards)
         )
         return (
-            f"{self.method}: every invariant holds for {self.actions} actions in {self.minibatches} minibatches; "
+            f"{self.method}: every invariant holds for {counted(self.actions, 'action')} in "
+            f"{counted(self.minibatches, 'minibatch')}; "
             f"per stage at most {in_flight} in flight"
             + (f" (waiting for a weight backward: {pending})" if any(self.pending_weight_backwards) else "")
-            + f", {versions} weight versions"
+            + f"; weight versions: {versions}"
         )
 
 
