@@ -134,11 +134,8 @@ class OwnStates:
                 give_state(name, value, objects[name]())
 
     def _generators(self) -> dict[str, Any]:
-        states = {
-            "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state(legacy=False),
-            "python": random.getstate(),
-        }
+        numpy = np.random.get_state(legacy=False)
+        states = {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate()}
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states

@@ -4,13 +4,14 @@ Each check raises `CheckpointError`, which names the part of the state, what was
 """
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from penstock.arguments import SEED, integer, is_count, is_number, text_of
+from penstock.arguments import SEED, Rule, integer, is_count, is_number, text_of
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoints.manifests import StoredTensor, digest_of, read_value
 from penstock.runtime.checkpoints.training_state import PARTS, State, TrainingState
@@ -19,6 +20,7 @@ from penstock.torch_internals.subclasses import TensorParts, form_of
 
 _SAME = "Load the state of the same model, with the same optimizers"
 _COUNT = integer(0, 2**53)
+_PAST = re.compile(r"0|-\d+", re.ASCII)
 _UPDATES = integer(0, 10**8)
 """A scheduler is turned as often, so that a number of more digits would keep it for hours."""
 
@@ -26,14 +28,14 @@ _UPDATES = integer(0, 10**8)
 def check_state(training: TrainingState, state: object) -> None:
     """Raises `CheckpointError` unless `state` is one of `training`, whole or of this process at least."""
     model, optimizer, pipeline = (_part(state, name) for name in ("model", "optimizer", "pipeline"))
-    base = _mapping(_mapping(state, "state").get("base", {}), "base")
+    base = _mapping(_mapping(state, "the whole").get("base", {}), "base")
     _check_model(training, model, base)
     _check_base(training, base)
-    _check_optimizers(training, optimizer, exact="history" not in _mapping(state, "state"))
-    _check_loss(training, _mapping(state, "state"))
+    _check_optimizers(training, optimizer, exact="history" not in _mapping(state, "the whole"))
+    _check_loss(training, _mapping(state, "the whole"))
     _check_progress(training, pipeline)
     _check_hooks(training, optimizer)
-    _check_history(_mapping(state, "state"), training.trained(), training.run)
+    _check_history(_mapping(state, "the whole"), training.trained(), training.run)
 
 
 def _check_base(training: TrainingState, base: State) -> None:
@@ -84,7 +86,7 @@ def _check_loss(training: TrainingState, state: State) -> None:
 
 
 def _check_optimizers(training: TrainingState, saved: State, exact: bool) -> None:
-    state, options, classes = (_entries(saved, part) for part in ("state", "options", "classes"))
+    state, options, classes = (_mapping(saved.get(part, {}), part) for part in ("state", "options", "classes"))
     for optimizer, own in zip(training.optimizers, training.classes, strict=True):
         first: dict[int, str] = {}
         for group, name, parameter in training.grouped(optimizer):
@@ -118,7 +120,7 @@ def _check_optimizers(training: TrainingState, saved: State, exact: bool) -> Non
 
 def _check_hooks(training: TrainingState, saved: State) -> None:
     places = {str(number) for number in range(len(training.updater.hooks.hooks))}
-    for name, kept in _entries(saved, "hooks").items():
+    for name, kept in _part(saved, "hooks").items():
         for key in _mapping(kept, f"optimizer.hooks.{name}"):
             if str(key).partition(".")[0] not in places:
                 raise CheckpointError(
@@ -128,20 +130,18 @@ def _check_hooks(training: TrainingState, saved: State) -> None:
 
 
 def _check_progress(training: TrainingState, saved: State) -> None:
-    for name in ("steps", "microbatches"):
-        if not _COUNT.accepts(saved.get(name)):
-            _refuse(f"{name} in the part 'pipeline'", _COUNT.expected, saved.get(name))
-    if not SEED.optional.accepts(saved.get("seed", "nothing")):
-        _refuse("seed in the part 'pipeline'", f"{SEED.expected}, or None", saved.get("seed", "nothing"))
+    rules: dict[str, Rule[Any]] = {"steps": _COUNT, "microbatches": _COUNT, "seed": SEED.optional}
+    if any(training.updater.scheduler_names):
+        rules["updates"] = _UPDATES
+    for name, rule in rules.items():
+        if not rule.accepts(found := saved.get(name, "nothing")):
+            _refuse(f"{name} in the part 'pipeline'", rule.expected, found)
     hooks = saved.get("hooks")
     if not isinstance(hooks, Sequence) or list(hooks) != training.hook_names:
         raise CheckpointError(
             f"the state is of a training with the update hooks {hooks}: expected {training.hook_names}, those of this "
             "pipeline, in the same order, since each takes over its own state. Pass the same update_hooks="
         )
-    if any(training.updater.scheduler_names) and not _UPDATES.accepts(saved.get("updates")):
-        expected = f"{_UPDATES.expected}, those that the learning-rate scheduler has seen"
-        _refuse("updates in the part 'pipeline'", expected, saved.get("updates"))
     scale = saved.get("loss_scale")
     if scale is not None and not training.engine.scales.used:
         raise CheckpointError(
@@ -164,20 +164,16 @@ def _check_history(state: Mapping[str, Any], parameters: Mapping[str, Tensor], r
         _refuse("history", "what Pipeline.save(...) wrote", history)
     if state["pipeline"]["run"] != run:
         return
-    for name, versions in history.get("weights", {}).items():
-        if name in parameters and not all(
-            isinstance(tensor, Tensor | StoredTensor) and tensor.shape == parameters[name].shape and _is_past(version)
-            for version, tensor in versions.items()
-        ):
-            _refuse(f"history/weights/{name}", f"tensors of the shape {tuple(parameters[name].shape)}", versions)
+    weights = history.get("weights", {})
+    for name in weights.keys() & parameters.keys():
+        shape = parameters[name].shape
+        for version, tensor in weights[name].items():
+            if not (isinstance(tensor, Tensor | StoredTensor) and tensor.shape == shape and _PAST.fullmatch(version)):
+                _refuse(f"history/weights/{name}", f"tensors of the shape {tuple(shape)}", weights[name])
     for stage, kept in history.get("stages", {}).items():
         # Older checkpoints have norms of gradients, too.
         if not isinstance(kept, Mapping) or not is_count(kept.get("updates"), 0):
             _refuse(f"history/stages/{stage}", "the updates of a stage", kept)
-
-
-def _is_past(version: str) -> bool:
-    return version == "0" or (version.startswith("-") and version[1:].isdecimal())
 
 
 def _refuse(name: str, expected: str, found: object) -> NoReturn:
@@ -221,31 +217,16 @@ def _check_keys(name: str, state: State, options: State, parameter: Tensor, opti
 
 
 def _part(state: object, name: str) -> State:
-    if not isinstance(state, Mapping):
+    found = _mapping(state, "the whole")
+    if name not in found:
         raise CheckpointError(
-            f"expected a state dict, what Pipeline.state_dict() returns, found {type(state).__qualname__}. Pass that"
+            f"the state dict has no part {name!r}: expected what Pipeline.state_dict() returns, found {sorted(found)}. "
+            "Load the whole of it"
         )
-    if name not in state:
-        raise CheckpointError(
-            f"the state dict has no part {name!r}: expected what Pipeline.state_dict() returns, found {sorted(state)}"
-        )
-    return _mapping(state[name], name)
-
-
-def _entries(saved: State, name: str) -> State:
-    """A part of the optimizer's state; an empty one has no entry for any parameter, which is refused by its name."""
-    if name == "hooks" and name not in saved:
-        raise CheckpointError(
-            "the optimizer's state has no part 'hooks': expected what Pipeline.state_dict() returns, which has one "
-            "even if it is empty. Load the whole of it"
-        )
-    return _mapping(saved.get(name, {}), f"optimizer.{name}")
+    return _mapping(found[name], name)
 
 
 def _mapping(value: object, name: str) -> State:
     if not isinstance(value, Mapping):
-        raise CheckpointError(
-            f"the part {name!r} of the state dict is {value!r:.80}: expected a dict, as Pipeline.state_dict() returns "
-            "it"
-        )
+        _refuse(name, "a dict", value)
     return value

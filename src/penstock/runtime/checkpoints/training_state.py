@@ -156,13 +156,8 @@ class TrainingState:
     @property
     def progress(self) -> dict[str, Any]:
         """The part ``pipeline`` of the state, as far as it belongs to no stage."""
-        engine = self.engine
-        return {
-            "steps": engine.steps,
-            "microbatches": engine.trained,
-            "seed": engine.seed,
-            "hooks": self.hook_names,
-        }
+        own = self.engine
+        return {"steps": own.steps, "microbatches": own.trained, "seed": own.seed, "hooks": self.hook_names}
 
     @property
     def hook_names(self) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.devices.timestamps import Timestamp
-from penstock.runtime.parameters.shards import from_local_shard, local_shard, redistributed_like
+from penstock.runtime.parameters.shards import by_size, from_local_shard, local_shard, redistributed_like
 from penstock.runtime.transport.transport import PendingMessage, SumKind, Transport
 
 if TYPE_CHECKING:
@@ -249,18 +249,8 @@ def _pack(
     kinds = groupby(parameters.items(), key=lambda item: (item[1].dtype, item[1].device, item[0] in late))
     for (_, device, _), members in kinds:
         largest = bucket_bytes or (BUCKET_BYTES if device.type == "cpu" else GPU_BUCKET_BYTES)
-        names: list[str] = []
-        size = 0
-        for name, parameter in members:
-            most = largest if buckets else min(FIRST_BUCKET_BYTES, largest)
-            shard = local_shard(parameter)
-            more = shard.numel() * shard.element_size()
-            if names and size + more > most:
-                buckets.append(_bucket(names, parameters, shares))
-                names, size = [], 0
-            names.append(name)
-            size += more
-        buckets.append(_bucket(names, parameters, shares))
+        first = largest if buckets else min(FIRST_BUCKET_BYTES, largest)
+        buckets += [_bucket(names, parameters, shares) for names in by_size(members, largest, first)]
     return tuple(buckets)
 
 

@@ -31,7 +31,7 @@ from penstock.runtime.devices.accelerators import Layout
 from penstock.runtime.devices.host_stores import MemoryStore
 from penstock.runtime.devices.staging import NOTHING_STAGED, Staged, layout_of
 from penstock.runtime.parameters.group_options import options_of, set_options
-from penstock.runtime.parameters.shards import local_shard, set_local_shard
+from penstock.runtime.parameters.shards import by_size, local_shard, set_local_shard
 from penstock.torch_internals.modules import step_hooks
 from penstock.torch_internals.pytrees import tree_leaves
 from penstock.torch_internals.tensors import storage_references
@@ -46,15 +46,8 @@ def in_parts(parameters: Mapping[Key, nn.Parameter], most_bytes: int = _PART_BYT
     """`parameters` in their order, in parts of `most_bytes` and of an eighth of them at most; a larger one is a part
     alone.
     """
-    sizes = {key: local_shard(parameter).nbytes for key, parameter in parameters.items()}
-    most, parts, taken = min(most_bytes, sum(sizes.values()) / _PARTS), [dict[Key, nn.Parameter]()], 0
-    for key, parameter in parameters.items():
-        if parts[-1] and taken + sizes[key] > most:
-            parts.append({})
-            taken = 0
-        parts[-1][key] = parameter
-        taken += sizes[key]
-    return parts
+    most = min(most_bytes, sum(local_shard(parameter).nbytes for parameter in parameters.values()) / _PARTS)
+    return [{key: parameters[key] for key in part} for part in by_size(parameters.items(), most)]
 
 
 class HostStates:
@@ -251,13 +244,11 @@ def check_steps_apart(
     """
     small, states = list[Tensor](), list[Mapping[str, Any]]()
     found = "hooks on its steps" if step_hooks(optimizer) and not of_replicas else ""
-    if not of_replicas and any(
-        is_dtensor(p) and p.is_cuda for group in optimizer.param_groups for p in group["params"]
-    ):
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"] if not of_replicas]
+    if any(is_dtensor(parameter) and parameter.is_cuda for parameter in own):
         found = "DTensors of a GPU, which cannot be put together on the host"
     try:
-        if not found:
-            small, states = _small_steps(optimizer, 1, of_replicas)
+        small, states = ([], []) if found else _small_steps(optimizer, 1, of_replicas)
         if not all(map(torch.equal, small, _small_steps(optimizer, 2, of_replicas)[0] if small else ())):
             found = "other numbers where small ones are stepped in halves: it counts its steps, or sums over all"
     except Exception as error:
@@ -270,7 +261,6 @@ def check_steps_apart(
             f"{option}: expected an optimizer that steps each parameter by itself, since {reason}, found "
             f"{type(optimizer).__qualname__} with {found}. Use another one, or leave {option} out"
         )
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"] if not of_replicas]
     return [
         (parameter, value.dtype)
         for parameter, made, state in zip(own, small, states, strict=not of_replicas)

@@ -17,10 +17,8 @@ class ModelClaim:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._superseded = False
         for module in {inner for each in modules for inner in each.modules()}:
-            earlier = _CLAIMS.get(module)
-            held = earlier() if earlier is not None else None
-            if held is not None:
-                held._superseded = True
+            if (earlier := _CLAIMS.get(module, lambda: None)()) is not None:
+                earlier._superseded = True
             _CLAIMS[module] = weakref.ref(self)
 
     def check(self) -> None:
@@ -35,12 +33,8 @@ class ModelClaim:
 
 def is_claimed(parameter: nn.Parameter) -> bool:
     """Whether `parameter` is registered in a module that a pipeline trains."""
-    return any(
-        own is parameter
-        for module, claim in _CLAIMS.items()
-        if claim() is not None
-        for own in module.parameters(recurse=False)
-    )
+    claimed = [module for module, claim in _CLAIMS.items() if claim() is not None]
+    return any(own is parameter for module in claimed for own in module.parameters(recurse=False))
 
 
 _CLAIMS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelClaim]]" = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ Laws of this file:
      together.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -23,6 +24,21 @@ T = TypeVar("T")
 def local_shard(tensor: Tensor) -> Tensor:
     """The memory of this process's shard, as a plain tensor without history."""
     return local_tensor(tensor).data if is_dtensor(tensor) else tensor.data
+
+
+def by_size(tensors: Iterable[tuple[T, Tensor]], most: float, first: float | None = None) -> Iterator[list[T]]:
+    """The names of `tensors` in groups whose shards take at most `most` bytes, the first one `first`; or in groups of
+    one that is larger.
+    """
+    group, taken, limit = list[T](), 0, most if first is None else first
+    for name, tensor in tensors:
+        size = local_shard(tensor).nbytes
+        if group and taken + size > limit:
+            yield group
+            group, taken, limit = [], 0, most
+        group.append(name)
+        taken += size
+    yield group
 
 
 def set_local_shard(parameter: Tensor, shard: Tensor) -> None:

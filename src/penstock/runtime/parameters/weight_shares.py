@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.parameters.gradient_buckets import BUCKET_BYTES
-from penstock.runtime.parameters.shards import local_shard
+from penstock.runtime.parameters.shards import by_size, local_shard
 from penstock.runtime.transport.transport import PendingMessage, SumKind, Transport
 
 _AT_ONCE = 2
@@ -118,13 +118,4 @@ class WeightShares:
 def _divide(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
     """The names of `parameters` in groups of one type and of at most the bytes of a bucket, or of one parameter."""
     for _, members in groupby(parameters.items(), key=lambda item: (item[1].dtype, item[1].device)):
-        names: list[str] = []
-        size = 0
-        for name, parameter in members:
-            more = local_shard(parameter).nbytes
-            if names and size + more > BUCKET_BYTES:
-                yield names
-                names, size = [], 0
-            names.append(name)
-            size += more
-        yield names
+        yield from by_size(members, BUCKET_BYTES)
