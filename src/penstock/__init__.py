@@ -46,12 +46,7 @@ if TYPE_CHECKING:
     from penstock.training.losses import Microbatches, model_loss, token_count
     from penstock.training.optimizers import NamedParameters
     from penstock.training.scaling import LossScale
-    from penstock.training.update_corrections import (
-        UpdateHook,
-        WeightAverage,
-        WeightPrediction,
-        WeightUpdate,
-    )
+    from penstock.training.update_corrections import UpdateHook, WeightAverage, WeightPrediction, WeightUpdate
     from penstock.training.wire_codecs import RowInt8, WireCodec
     from penstock.values.clusters import Cluster
     from penstock.values.device_kinds import DeviceKind

@@ -204,12 +204,7 @@ def function(takes: Sequence[str], fix: str | Callable[[Any], str], classes: boo
     return Rule(f"a function that takes ({', '.join(takes)})", accepts, lambda value: value, fix)
 
 
-FLAG: Rule[bool] = Rule(
-    "True or False",
-    lambda value: isinstance(value, bool | numpy.bool_),
-    bool,
-    "give one of them",
-)
+FLAG: Rule[bool] = Rule("True or False", lambda value: isinstance(value, bool | numpy.bool_), bool, "give one of them")
 TEXT: Rule[str] = Rule("text", lambda value: isinstance(value, str), str, "give a str")
 PATH: Rule[str | PathLike[str]] = Rule(
     "a path",
