@@ -51,12 +51,17 @@ def deliver(made: Cluster | Plan | Profile, text: str, arguments: argparse.Names
     """Writes the result of a command to the file of ``--output``, if any, and prints it as `text` or as JSON."""
     if arguments.output:
         made.save(arguments.output)
+    answer(arguments, text, asdict(made), arguments.output)
+
+
+def answer(arguments: argparse.Namespace, text: str, document: object, *written: str | None) -> None:
+    """Prints what a command has found: `text` and the names of the files that were `written`, or with ``--json`` the
+    `document`.
+    """
     if arguments.json:
-        print_json(asdict(made))
-        return
-    show(text)
-    if arguments.output:
-        show(f"wrote {arguments.output}")
+        print_json(document)
+    else:
+        show("\n".join([text, *(f"wrote {path}" for path in written if path)]))
 
 
 def show(text: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import assert_never
 
-from penstock.errors import visible
+from penstock.errors import counted, visible
 from penstock.values import Cluster, DeviceKind, LayerProfile, LinkLevels, LinkMatrix, Plan, Profile, schedule
 from penstock.values.plan_stages import ranks_text
 from penstock.values.quantities import bandwidth_text, bytes_text, seconds_text, table_lines
@@ -31,9 +31,9 @@ def describe_profile(profile: Profile) -> str:
     rows = [(str(index), *(cell(layer) for _, cell, _ in columns)) for index, layer in enumerate(layers)]
     head, total = ("", *(name for name, _, _ in columns)), ("", *(sum_ for _, _, sum_ in columns))
     about = ", ".join(visible(part) for part in (profile.name, profile.device) if part)
-    title = f"profile{f' of {about}' if about else ''}: {_count(len(layers), 'layer')}, microbatches of "
+    title = f"profile{f' of {about}' if about else ''}: {counted(len(layers), 'layer')}, microbatches of "
     table = "\n".join(table_lines([head, *rows, total], left={1}))
-    return f"{title}{_count(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
+    return f"{title}{counted(profile.microbatch_size, 'sample')}\n{table}{_beside(profile)}"
 
 
 def _sent_bytes(layer: LayerProfile) -> float:
@@ -67,7 +67,7 @@ def describe_plan(plan: Plan) -> str:
 def describe_cluster(cluster: Cluster) -> str:
     """Devices, memory, and links."""
     memory = "no memory limit" if cluster.memory_bytes is None else f"{bytes_text(cluster.memory_bytes)} each"
-    lines = [f"cluster: {_count(cluster.devices, 'device')}, {memory}"]
+    lines = [f"cluster: {counted(cluster.devices, 'device')}, {memory}"]
     first = 0
     for kind, same in groupby(cluster.kinds):
         count = len(list(same))
@@ -123,7 +123,3 @@ def _matrix(title: str, rows: Sequence[Sequence[float]], text: Callable[[float],
         (f"from {a}", *("-" if a == b else text(value) for b, value in enumerate(row))) for a, row in enumerate(rows)
     ]
     return "\n".join(table_lines([head, *body], left={0}))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from penstock.commands.command import Command, declare_option, given, print_json
+from penstock.commands.command import Command, answer, declare_option, given
 from penstock.errors import PenstockError
 from penstock.progress import elapsed_line
 from penstock.values.documents import write_text
@@ -26,12 +26,7 @@ def _run(arguments: argparse.Namespace) -> None:
     found = diagnose(evidence)
     if arguments.html:
         write_text(arguments.html, report_page(evidence, found), PenstockError)
-    if arguments.json:
-        print_json(report_document(evidence, found))
-        return
-    print(report_text(evidence, found))
-    if arguments.html:
-        print(f"wrote {arguments.html}")
+    answer(arguments, report_text(evidence, found), report_document(evidence, found), arguments.html)
 
 
 DOCTOR = Command(

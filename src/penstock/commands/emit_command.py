@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from penstock.commands.command import Command, given, print_json, show
+from penstock.commands.command import Command, answer, given
 from penstock.commands.quantities import parse_count
 from penstock.errors import PlanError
 from penstock.values import Plan
@@ -38,10 +38,8 @@ def _run(arguments: argparse.Namespace) -> None:
     text = job.text(arguments.cluster)
     if arguments.output:
         write_text(arguments.output, text, PlanError)
-    if arguments.json:
-        print_json({"cluster": arguments.cluster, "text": text})
-    else:
-        show(f"wrote {arguments.output}" if arguments.output else text.rstrip())
+    shown = f"wrote {arguments.output}" if arguments.output else text.rstrip()
+    answer(arguments, shown, {"cluster": arguments.cluster, "text": text})
 
 
 EMIT = Command(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import choice
-from penstock.commands.command import Command, print_json, show
+from penstock.commands.command import Command, answer, show
 from penstock.commands.quantities import parse_count
 from penstock.errors import PlanError
 from penstock.progress import elapsed_line
@@ -61,10 +61,8 @@ def _run(arguments: argparse.Namespace) -> None:
         case "allocate":
             with elapsed_line("dividing the machines"):
                 found = policy(fleet.problem(table))
-            if arguments.json:
-                print_json({**found.as_document(), "throughputs": table.throughputs()})
-            else:
-                show(f"{table.describe()}\n\n{found.explain()}")
+            document = {**found.as_document(), "throughputs": table.throughputs()}
+            answer(arguments, f"{table.describe()}\n\n{found.explain()}", document)
         case "simulate":
             _simulate(arguments, fleet, policy, table)
         case _:
@@ -125,12 +123,7 @@ def _print_run(arguments: argparse.Namespace, run: "FleetRun") -> None:
 
     if arguments.html:
         write_text(arguments.html, run_page(f"{arguments.fleet}, {arguments.policy}", run), PlanError)
-    if arguments.json:
-        print_json(run.as_document())
-        return
-    show(run.describe())
-    if arguments.html:
-        show(f"wrote {arguments.html}")
+    answer(arguments, run.describe(), run.as_document(), arguments.html)
 
 
 FLEET = Command(

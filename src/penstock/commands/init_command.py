@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.command import Command, print_json, show
+from penstock.commands.command import Command, answer
 from penstock.errors import PenstockError
 from penstock.values.documents import write_text
 
@@ -104,10 +104,8 @@ def _run(arguments: argparse.Namespace) -> None:
     imported = "make" if function == "make" else f"{function} as make"
     names = {"file": model_file.name, "module": model_file.stem, "imported": imported, "script": script.name}
     write_text(script, _SCRIPT.format(building=building, batch=batch, **names), PenstockError)
-    if arguments.json:
-        print_json({"script": str(script)})
-    else:
-        show(f"wrote {script}: start it with python, or with torchrun --nproc-per-node N")
+    text = f"wrote {script}: start it with python, or with torchrun --nproc-per-node N"
+    answer(arguments, text, {"script": str(script)})
 
 
 def _check_names(model_file: Path, function: str, script: Path, *, force: bool) -> None:

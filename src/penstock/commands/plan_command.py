@@ -6,7 +6,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.command import Command, declare_option, deliver, given, print_json, show
+from penstock.commands.command import Command, answer, declare_option, deliver, given
 from penstock.commands.files import (
     declare_cluster,
     declare_samples,
@@ -126,11 +126,8 @@ def _compare(profiles: list[Profile] | Transformer, arguments: argparse.Namespac
     clusters = load_sweep(arguments.sweep)
     with elapsed_line("planning for each cluster"):
         found = compare_clusters(profiles, clusters, **options)
-    if arguments.json:
-        costs = ((asdict(option), option.cost_per_million_samples) for option in found.options)
-        print_json([{**option, "cost_per_million_samples": cost} for option, cost in costs])
-    else:
-        show(str(found))
+    costs = ((asdict(option), option.cost_per_million_samples) for option in found.options)
+    answer(arguments, str(found), [{**option, "cost_per_million_samples": cost} for option, cost in costs])
 
 
 def _show_frontier(
@@ -152,10 +149,7 @@ def _show_frontier(
             point.plan.save(f"{arguments.output}.{number}")
     if arguments.svg is not None:
         found.save_svg(arguments.svg)
-    if arguments.json:
-        print_json([asdict(point) for point in found.points])
-        return
-    show(str(found))
+    answer(arguments, str(found), [asdict(point) for point in found.points])
 
 
 def _next_steps(arguments: argparse.Namespace) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from penstock.commands.command import Command, declare_option, given, print_json, show
+from penstock.commands.command import Command, answer, declare_option, given, print_json
 from penstock.commands.quantities import parse_count
 from penstock.errors import RehearsalError
 from penstock.progress import elapsed_line
@@ -32,10 +32,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.json and isinstance(error.rehearsal, Rehearsal):
             print_json(asdict(error.rehearsal))
         raise
-    if arguments.json:
-        print_json(asdict(found))
-    else:
-        show(str(found))
+    answer(arguments, str(found), asdict(found))
 
 
 REHEARSE = Command(

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.commands.command import Command, print_json, show
+from penstock.commands.command import Command, answer
 from penstock.commands.files import declare_cluster, load_profile, read_cluster
 from penstock.errors import PenstockError
 from penstock.values import Cluster, LayerProfile, Plan, Profile, schedule
@@ -44,13 +44,8 @@ def _run(arguments: argparse.Namespace) -> None:
             kind = type(value).__name__.lower()
             _refuse(arguments, f"a {kind}", ("profile", "cluster", "bandwidth", "measured", "map", *_PICTURES))
             text = describe_profile(value) if isinstance(value, Profile) else describe_cluster(value)
-    if arguments.json:
-        print_json(_figures(value) if isinstance(value, Timeline) else asdict(value))
-        return
-    show(text)
-    for name in (*_PICTURES, "map"):
-        if getattr(arguments, name):
-            show(f"wrote {getattr(arguments, name)}")
+    figures = _figures(value) if isinstance(value, Timeline) else asdict(value)
+    answer(arguments, text, figures, *(getattr(arguments, name) for name in (*_PICTURES, "map")))
 
 
 _PICTURES = ("svg", "html", "trace")

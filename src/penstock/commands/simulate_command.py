@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from penstock.commands.command import Command, declare_option, given, print_json, show
+from penstock.commands.command import Command, answer, declare_option, given
 from penstock.commands.files import declare_cluster, declare_samples, declare_wire_share, load_profile, read_cluster
 from penstock.commands.quantities import parse_count
 from penstock.progress import elapsed_line
@@ -67,18 +67,11 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.html:
         title = f"{profile.name or arguments.profile}, {plan.schedule}, predicted"
         timeline.save_html(arguments.html, critical=critical, title=title, notes=[str(losses)])
-    if arguments.json:
-        busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
-        numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
-        more = {"busy_seconds": busy, "outcome": asdict(outcome), "losses": losses.parts}
-        print_json({**numbers, "ranks": timeline.ranks, **more})
-        return
-    show(render(timeline))
-    show(_describe(outcome))
-    show(str(losses))
-    for path in (arguments.trace, arguments.svg, arguments.html):
-        if path:
-            show(f"wrote {path}")
+    busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
+    numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
+    more = {"ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome), "losses": losses.parts}
+    text = f"{render(timeline)}\n{_describe(outcome)}\n{losses}"
+    answer(arguments, text, {**numbers, **more}, arguments.trace, arguments.svg, arguments.html)
 
 
 def _describe(outcome: "Outcome") -> str:

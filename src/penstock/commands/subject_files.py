@@ -39,12 +39,12 @@ def load_function(spec: str) -> tuple[str, Callable[[], Any]]:
     path = Path(file)
     if not path.is_file():
         raise ProfileError(f"{file}: no such file: expected FILE.py:FUNCTION, found {spec!r}; check the path")
-    with _importable(path.resolve().parent), _explained(path, "was imported"):
+    with _explained(path, "was imported"):
         module = _import(path)
     made = _function(path, function, module)
 
     def make() -> Any:
-        with _importable(path.resolve().parent), _explained(path, f"{function}() was called"):
+        with _explained(path, f"{function}() was called"):
             return made()
 
     return f"{file}:{function}", make
@@ -110,18 +110,11 @@ def _kind(value: object) -> str:
 
 
 @contextmanager
-def _importable(directory: Path) -> Iterator[None]:
-    """Lets the file import its neighbours, as ``python FILE.py`` does."""
-    sys.path.insert(0, str(directory))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(directory))
-
-
-@contextmanager
 def _explained(path: Path, when: str) -> Iterator[None]:
-    """Turns an error of the user's file into a `ProfileError` with the line of that file."""
+    """Lets the file import its neighbours, as ``python FILE.py`` does, and turns an error of it into a `ProfileError`
+    with its line.
+    """
+    sys.path.insert(0, str(path.resolve().parent))
     try:
         yield
     except ProfileError:
@@ -137,3 +130,5 @@ def _explained(path: Path, when: str) -> Iterator[None]:
             else "fix it there (--traceback shows how it came to it)"
         )
         raise ProfileError(f"{where}: {type(error).__name__} when {path.name} {when}: {error}; {hint}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from penstock.commands.command import Command, declare_option, given, print_json, show
+from penstock.commands.command import Command, answer, declare_option, given
 from penstock.commands.quantities import parse_count
 from penstock.progress import elapsed_line
 from penstock.scheduling import verify
@@ -20,10 +20,7 @@ def _run(arguments: argparse.Namespace) -> None:
     planned = schedule(Plan.load(arguments.plan))
     with elapsed_line("proving"):
         proved = verify(planned, **given(arguments, "minibatches"))
-    if arguments.json:
-        print_json(asdict(proved))
-    else:
-        show(str(proved))
+    answer(arguments, str(proved), asdict(proved))
 
 
 VERIFY = Command(

@@ -83,7 +83,7 @@ class Allocation:
 
     def used(self) -> dict[str, float]:
         """The workers that are busy on average, by the name of their devices."""
-        found, used = self.array() * self._sizes()[:, None], dict.fromkeys(self.problem.pools, 0.0)
+        found, used = self.array() * self.problem.sizes()[:, None], dict.fromkeys(self.problem.pools, 0.0)
         for column, kind in enumerate(self.problem.kinds):
             used[kind.devices] += float(found[:, column].sum())
         return used
@@ -91,7 +91,7 @@ class Allocation:
     def cost_per_hour(self) -> float:
         """What the busy workers cost."""
         prices = numpy.array([kind.price_per_hour for kind in self.problem.kinds])
-        return float((self.array() * self._sizes()[:, None] @ prices).sum())
+        return float((self.array() * self.problem.sizes()[:, None] @ prices).sum())
 
     def seconds_left(self) -> Floats:
         """The time that each job takes to finish at this throughput; infinite for one that gets none."""
@@ -125,10 +125,6 @@ class Allocation:
         cost = f"; {self.cost_per_hour():.4g} per hour" if any(kind.price_per_hour for kind in kinds) else ""
         return f"{table}\nbusy workers: {use}{cost}"
 
-    def _sizes(self) -> Floats:
-        jobs = self.problem.jobs
-        return numpy.array([jobs[members[0]].workers for members in self.problem.combinations], dtype=float)
-
     def _limit(self, m: int, full: set[str], always: bool) -> str:
         """What limits job `m`: its own speed, or devices that are `full`. `always`: it runs all of the time."""
         speeds, own = self.problem.throughputs[m], self.array()[m]
@@ -149,29 +145,16 @@ class Allocation:
     def as_document(self) -> dict[str, Any]:
         """The allocation as plain values, for JSON."""
         kinds = [kind.name for kind in self.problem.kinds]
+        shares = [dict(zip(kinds, row, strict=True)) for row in self.shares]
+        names = [job.name for job in self.problem.jobs]
         columns = (self.throughputs().tolist(), self.seconds_left().tolist(), self.limits())
-        jobs = [
-            {
-                "job": job.name,
-                "shares": dict(zip(kinds, row, strict=True)),
-                "steps_per_second": speed,
-                "seconds_left": left,
-                "limited_by": limit,
-            }
-            for job, row, speed, left, limit in zip(
-                self.problem.jobs, self.shares[: len(self.problem.jobs)], *columns, strict=True
-            )
-        ]
-        names = [[self.problem.jobs[m].name for m in pair.jobs] for pair in self.problem.pairs]
-        shared = zip(names, self.shares[len(jobs) :], strict=True)
-        pairs = [{"jobs": both, "shares": dict(zip(kinds, row, strict=True))} for both, row in shared]
-        return {
-            "policy": self.policy,
-            "jobs": jobs,
-            "pairs": pairs,
-            "busy_workers": self.used(),
-            "cost_per_hour": self.cost_per_hour(),
-        }
+        heads = ("job", "shares", "steps_per_second", "seconds_left", "limited_by")
+        rows = zip(names, shares[: len(names)], *columns, strict=True)
+        jobs = [dict(zip(heads, row, strict=True)) for row in rows]
+        both = ([names[m] for m in pair.jobs] for pair in self.problem.pairs)
+        pairs = [{"jobs": two, "shares": row} for two, row in zip(both, shares[len(names) :], strict=True)]
+        head = {"policy": self.policy, "jobs": jobs, "pairs": pairs}
+        return {**head, "busy_workers": self.used(), "cost_per_hour": self.cost_per_hour()}
 
 
 def for_problems(policy: Callable[[Problem], Allocation]) -> Callable[[Problem], Allocation]:

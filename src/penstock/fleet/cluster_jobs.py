@@ -93,13 +93,8 @@ class ClusterJob:
         trainer |= {"image": self.image} if self.image else {}
         trainer |= {"command": ["torchrun", *self.words], "resourcesPerNode": self._devices()}
         spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-        name = _plain(self.name).lower()
-        return {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": name},
-            "spec": spec,
-        }
+        head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+        return {**head, "metadata": {"name": _plain(self.name).lower()}, "spec": spec}
 
     def _skypilot(self) -> dict[str, Any]:
         """SkyPilot starts the command on every node, with the addresses of all."""

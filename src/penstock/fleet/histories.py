@@ -118,17 +118,9 @@ class FleetRun:
     def as_document(self) -> dict[str, Any]:
         """The run as plain values, for JSON."""
         figures = ("makespan", "mean_seconds", "fairness", "cost", "late", "allocations")
+        of_job = ("arrived", "finished", "busy_seconds", "fairness", "cost", "restarts")
         jobs = [
-            {
-                "job": job.job.name,
-                "arrived": job.arrived,
-                "finished": job.finished,
-                "busy_seconds": job.busy_seconds,
-                "fairness": job.fairness,
-                "cost": job.cost,
-                "restarts": job.restarts,
-                "late": job.is_late,
-            }
+            {"job": job.job.name, **{name: getattr(job, name) for name in of_job}, "late": job.is_late}
             for job in self.jobs
         ]
         return {**{name: getattr(self, name) for name in figures}, "tail_seconds": self.tail_seconds(), "jobs": jobs}

@@ -202,11 +202,7 @@ class Program:
         rows, columns, values = _joined(self._entries)
         matrix = sparse.csr_array((values, (rows, columns)), shape=(self._rows, self._space.variables + self._extra))
         found = optimize.linprog(
-            -objective,
-            A_ub=matrix,
-            b_ub=numpy.concatenate(self._bounds),
-            method="highs",
-            options=_OPTIONS,
+            -objective, A_ub=matrix, b_ub=numpy.concatenate(self._bounds), method="highs", options=_OPTIONS
         )
         if found.status == 2:
             raise Infeasible("no allocation meets all constraints of the policy: relax one")
@@ -235,11 +231,10 @@ def _shrunk(rows: Floats, problem: Problem) -> Floats:
     busy = rows[: len(problem.jobs)].sum(axis=1)
     for index, pair in enumerate(problem.pairs):
         busy[list(pair.jobs)] += rows[len(problem.jobs) + index].sum()
-    sizes = numpy.array([problem.jobs[members[0]].workers for members in problem.combinations], dtype=float)
     worst = max(1.0, float(busy.max()))
     for name, workers in problem.pools.items():
         columns = [j for j, kind in enumerate(problem.kinds) if kind.devices == name]
-        worst = max(worst, float((rows[:, columns].sum(axis=1) * sizes).sum()) / workers)
+        worst = max(worst, float((rows[:, columns].sum(axis=1) * problem.sizes()).sum()) / workers)
     return rows / worst
 
 

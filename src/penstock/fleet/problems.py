@@ -85,6 +85,10 @@ class Problem:
         """The jobs of each row of an allocation: each job alone, then the pairs."""
         return (*((m,) for m in range(len(self.jobs))), *(pair.jobs for pair in self.pairs))
 
+    def sizes(self) -> Floats:
+        """The workers that each of the `combinations` takes."""
+        return numpy.array([self.jobs[members[0]].workers for members in self.combinations], dtype=float)
+
     def speeds(self) -> Floats:
         """`throughputs` as an array: a row for each job, a column for each kind."""
         return numpy.array(self.throughputs, dtype=float)
@@ -129,8 +133,7 @@ class Problem:
         return tuple(checked[id(row), job.workers] for job, row in zip(self.jobs, rows, strict=True))
 
     def _checked_row(self, job: Job, row: object) -> tuple[float, ...]:
-        checked = self._speeds_of(job, row)
-        if not any(checked):
+        if not any(checked := self._speeds_of(job, row)):
             most = max(kind.workers for kind in self.kinds)
             raise PlanError(
                 f"job {job.name!r}: expected a kind that it runs on, found none: it takes {job.workers} workers, the "
