@@ -63,7 +63,7 @@ class _PythonState:
             code = frame.f_code
             place = f"{code.co_filename}:{frame.f_lineno}"
             found[f"the line of {code.co_qualname}", depth] = place, frame.f_lasti
-            for name in sorted(_read_later(code, frame.f_lasti) & frame.f_locals.keys()):
+            for name in sorted(_read_later(code, frame.f_lasti) & {*frame.f_locals}):
                 values = _plain_in(f"{name} in {code.co_qualname}", frame.f_locals[name], _DEEPEST)
                 found.update(((inner, depth), value) for inner, value in values)
             frame, depth = frame.f_back, depth + 1
