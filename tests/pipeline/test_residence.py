@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,38 @@ def test_a_disk_that_takes_no_more_is_an_error_of_the_step(tmp_path: Path) -> No
     assert not any(parameter.untyped_storage().resizable() for parameter in pipe.parameters())
     pipe.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("when", ["before a step", "in a step", "before a save", "before an evaluation"])
+def test_a_file_that_is_truncated_is_an_error(when: str, tmp_path: Path) -> None:
+    """No number is computed from what is left, however the file grows again."""
+    case = CASES["breadth-first"]
+    pipe = streaming(case, offload_to=tmp_path)
+    pipe.step(*case.batches[0])
+    (file,) = (each for each in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(each.resolve()))
+    size = file.stat().st_size
+    cut = partial(os.truncate, file, size // 2)
+    said = (
+        rf"expected {size} bytes in the file .*descriptor {file.name} of .*, found {size // 2}: .* the last checkpoint"
+    )
+    losing = pytest.raises(PenstockError, match=said)
+    with losing:
+        if when == "in a step":
+            fetch = StreamedWeights.fetch
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(StreamedWeights, "fetch", lambda *given: (cut(), fetch(*given)))
+                pipe.step(*case.batches[1])
+        cut()
+        if when == "before a step":
+            pipe.step(*case.batches[1])
+        elif when == "before a save":
+            pipe.save(tmp_path / "saved")
+        else:
+            pipe.evaluate(*case.batches[0])
+    # It does not go on by itself.
+    with pytest.raises(PenstockError):
+        pipe.step(*case.batches[1])
+    pipe.close()
 
 
 def test_a_directory_that_is_removed_is_needed_no_more(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Streamed stages: their weights are made, read, saved and loaded where they live."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
 import torch
 
 import penstock
+from penstock.errors import PenstockError
 from support.jobs.peak_jobs import SMALL, Alive, loss_fn, make_model
 from support.live_tensors import live_tensors
 from support.processes import Pool
@@ -52,6 +55,36 @@ def test_a_save_beside_the_training_has_the_state_at_its_step(tmp_path: Path) ->
     resumed.load(tmp_path / "saved")
     expected = run_reference(CASE)
     assert_equal(Outcome(expected.losses[1:], expected.state), train(resumed, CASE.batches[1:]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda file, size: os.truncate(file, size - 1),
+            r"{name}: expected {size} bytes, found {less}: it was cut off",
+        ),
+        (lambda file, size: file.write_bytes(file.read_bytes()[:-1] + b"x"), r"{name}: expected \S+ with the checksum"),
+        (lambda file, size: file.unlink(), r"{name}: expected a readable file, found No such file"),
+        (
+            lambda file, size: rmtree(file.parent),
+            "there is no checkpoint .no such directory.. Expected a directory that",
+        ),
+    ],
+    ids=["shorter", "other bytes", "no file", "no directory"],
+)
+def test_a_damaged_checkpoint_changes_nothing(damage: Any, said: str, tmp_path: Path) -> None:
+    pipe = start(True, tmp_path)
+    pipe.step(*CASE.batches[0])
+    path = pipe.save(tmp_path / "saved")
+    pipe.step(*CASE.batches[1])
+    file = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    size = file.stat().st_size
+    damage(file, size)
+    with pytest.raises(PenstockError, match=said.format(name=file.name, size=size, less=size - 1)):
+        pipe.load(path)
+    expected = run_reference(CASE)
+    assert_equal(Outcome(expected.losses[2:], expected.state), train(pipe, CASE.batches[2:]))
 
 
 def weightless(place: Path | str, init_fn: Any, streamed: bool = True) -> penstock.Pipeline:

@@ -54,6 +54,9 @@ class MemoryStore:
         """Memory for copies by the staging."""
         return self._staging.host_memory(layout)
 
+    def check(self) -> None:
+        """Raises `PenstockError` if something is lost of what is kept."""
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in memory such as `memory` returns."""
         return tensor.device.type == "cpu" and (not self._staging.separate_memory or tensor.is_pinned())
@@ -142,13 +145,15 @@ class FileStore(MemoryStore):
         size = torch.empty_strided(shape, strides, dtype=dtype, device="meta").untyped_storage().nbytes()
         if not size:
             return torch.empty_strided(shape, strides, dtype=dtype)
+        self.check()
         # A full disk is an error here, and none later; macOS has no such call.
         reserve = getattr(os, "posix_fallocate", lambda file, start, length: os.truncate(file, start + length))
         try:
             length = -(-size // _PAGE) * _PAGE
             start, _ = span = self._spans[length].pop() if self._spans[length] else (self._size, length)
-            self._size = max(self._size, start + length)
-            reserve(self._file.fileno(), start, length)
+            if start == self._size:
+                reserve(self._file.fileno(), start, length)
+                self._size += length
             address = _map(None, length, *_SHARED, self._file.fileno(), start)
             if address == ctypes.c_void_p(-1).value:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -166,6 +171,16 @@ class FileStore(MemoryStore):
         _unmap(address, span[1])
         self._spans[span[1]].append(span)
 
+    def check(self) -> None:
+        # The next write would make a short file longer again, with zeros for what is lost. Read before the file grows.
+        expected = self._size
+        if (found := os.fstat(self._file.fileno()).st_size) < expected:
+            raise PenstockError(
+                f"offload_to={str(self._directory)!r}: expected {expected} bytes in the file without a name there "
+                f"(descriptor {self._file.fileno()} of process {os.getpid()}), found {found}: it was truncated, and "
+                "weights or state are lost. Look for what did that, and go on from the last checkpoint"
+            )
+
     def holds(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._homes
 
@@ -179,6 +194,7 @@ class FileStore(MemoryStore):
         """In the thread of `move`."""
         if not home.nbytes:
             return
+        self.check()
         # Its memory in its own order: homes are laid out as what they are the homes of.
         memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
         start, touched, done = self._homes[home.data_ptr()], self._touched[move], 0

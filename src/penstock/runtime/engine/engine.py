@@ -177,6 +177,8 @@ class Engine:
         self.share_buffers()
         self.transport.flush()
         self.snapshots.settle()
+        if self._updater.host is not None:
+            self._updater.host.settle()
 
     def resume(self, microbatches: int, history: Mapping[str, Any] | None) -> None:
         """Begins a run after `microbatches` of training, from weights that were loaded. `history`: of the run that it

@@ -186,6 +186,7 @@ class HostStates:
         self._staging.follow(self._leaving)
         self._leaving = NOTHING_STAGED
         self._staging.in_place(())[1].synchronize()
+        self.store.check()
 
     def _send(self, state: Iterable[Any]) -> Staged:
         """Starts to copy `state` to the host. Returns its memory on the device, to be kept until that is done."""
