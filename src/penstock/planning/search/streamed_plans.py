@@ -5,6 +5,7 @@ microbatches, which keep fewer of them in flight. The first stages of every rank
 step begins with them, when no fetch is hidden. The simulator judges all of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,13 +85,14 @@ def _cut_all(
     own = constraints.schedule not in (None, _ONCE.name)
     if fixed or own or constraints.streamed is False or cluster.host_bandwidth is None:
         return
+    tied = constraints.tied_layers
     lengths = [ranks for ranks in range(cluster.devices, 0, -1) if cluster.devices % ranks == 0]
     for profile in profiles:
         microbatches = constraints.count_microbatches(profile, profiles[0], cluster.devices, _ONCE)
         if profile.tensor_parallel == 1 and microbatches:
             for ranks in lengths[:1] if constraints.straight else lengths:
                 counts = _stage_counts(len(profile), ranks, constraints)
-                yield profile, (_cut(profile, cluster, ranks, per_rank, microbatches) for per_rank in counts)
+                yield profile, (_cut(profile, cluster, ranks, per_rank, microbatches, tied=tied) for per_rank in counts)
 
 
 def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iterator[int]:
@@ -106,14 +108,20 @@ def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iter
             yield per_rank
 
 
-def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbatches: int) -> Plan:
-    """The plan of `ranks` times `per_rank` stages whose longest forward visit, or fetch, is as short as possible."""
+def _cut(
+    profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbatches: int, tied: Sequence[Sequence[int]]
+) -> Plan:
+    """The plan of `ranks` times `per_rank` stages whose longest forward visit, or fetch, is as short as possible. Those
+    that share the weights of `tied` layers stay.
+    """
     bandwidth = cluster.host_bandwidth or 1.0
     longest = [
         max(layer.forward_seconds * microbatches, (layer.parameter_bytes + layer.frozen_bytes) / bandwidth)
         for layer in profile.layers
     ]
     cuts, replicas = balanced_cuts(longest, ranks * per_rank, ()), cluster.devices // ranks
+    holding = [{bisect_right(cuts, layer) - 1 for layer in layers} for layers in tied]
+    staying = {stage for stages in holding if len(stages) > 1 for stage in stages}
     stages = tuple(
         Stage(start, stop, tuple(range(index % ranks * replicas, (index % ranks + 1) * replicas)))
         for index, (start, stop) in enumerate(pairwise(cuts))
@@ -121,7 +129,7 @@ def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbat
     return Plan(
         *(stages, _ONCE, microbatches, profile.microbatch_size),
         recompute=True,
-        streamed=True,
+        streamed=tuple(stage for stage in range(len(stages)) if stage not in staying),
         planner="streamed",
     )
 
@@ -147,15 +155,10 @@ def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanCo
 
 
 def _judge(plan: Plan, staying: int, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan | None:
-    """`plan` of which the first `staying` stages of every rank, and those that share weights, stay, if it fits."""
-    holding = [
-        {index for index, own in enumerate(plan.stages) if any(own.start <= at < own.stop for at in layers)}
-        for layers in constraints.tied_layers
-    ]
-    tied = {stage for stages in holding if len(stages) > 1 for stage in stages}
+    """`plan` of whose streamed stages the first `staying` of every rank stay, if it fits."""
     first = staying * (len(plan.stages) // plan.stages_per_rank)
     with suppress(PlanError, ScheduleError):
-        made = replace(plan, streamed=tuple(stage for stage in range(first, len(plan.stages)) if stage not in tied))
+        made = replace(plan, streamed=tuple(stage for stage in sorted(plan.streaming) if stage >= first))
         return judge_plan(made, profile, cluster, constraints)
     return None
 
