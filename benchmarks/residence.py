@@ -8,8 +8,9 @@ It begins with a model on the meta device. Its stages are streamed, with `offloa
 without a limit, trains the same model all in memory: the losses must be the same. The exit code is 1 if not, or if the
 kernel killed the first one.
 
-`plan`: the bytes that the simulator predicts, and the seconds of a step, from a profile of the model in this process
-and from the speed of the disk, which is measured as the runtime uses it, under the same limit. `base`: what a process
+`plan`: the bytes that the simulator predicts, and the seconds of a step, from a profile of the model and from the speed
+of the disk, which `penstock probe` finds, under the same limit. All processes return freed memory to the system at
+once, so that what is held can be seen. That takes some 17 % of a step, in the profile, too. `base`: what a process
 holds after the training of a smaller model with layers of the same width. `held`: the most memory beyond it that is no
 page of a file, sampled; the pages of files are in the limit, too.
 """
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 import penstock
 from measurement.reports import Report, conditions, option_parser, table
 from measurement.resident_memory import ALLOCATOR
-from penstock.runtime.devices.host_stores import FileStore
+from penstock.profiling.links import measure_host_bandwidth
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 CONTEXT, SAMPLES, MICROBATCHES, WORDS = 128, 4, 4, 4096
@@ -144,8 +145,15 @@ def sampled(found: dict[str, int]) -> Iterator[None]:
 def work(options: argparse.Namespace) -> None:
     """One training, in a process of its own."""
     torch.set_num_threads(1)
-    if options.disk:
-        options.worker.write_text(json.dumps({"bandwidth": disk_bandwidth(options)}))
+    if options.measure == "profile":
+        x, y = batch_of(1)
+        model = model_of(options.width, 1)
+        few = penstock.profile(model, (x,), loss_fn=loss_fn, target=y, progress=False, iterations=3, warmup=1)
+        few.save(options.worker)
+        return
+    if options.measure == "disk":
+        bandwidth = measure_host_bandwidth(torch.device("cpu"), options.directory)
+        options.worker.write_text(json.dumps({"bandwidth": bandwidth}))
         return
     # What libraries make once is in the base.
     small = argparse.Namespace(**{**vars(options), "blocks": 2, "layers": 5, "steps": 1})
@@ -178,42 +186,23 @@ def launch(options: argparse.Namespace, folder: Path, limit: int | None, *added:
     return None if killed else json.loads(report.read_text())
 
 
-def disk_bandwidth(options: argparse.Namespace) -> float:
-    """Bytes a second from and to homes, whichever is less. The homes are twice what this process may hold."""
-    store, tensor = FileStore(options.directory), torch.ones(2**22)
-    homes = [store.memory((tensor.shape, tensor.stride(), tensor.dtype)) for _ in range(2 * options.limit // 2**24)]
-    start = time.perf_counter()
-    left = iter(homes)
-    for _ in homes:
-        store.staging.to_host([tensor], lambda _: next(left))[1].synchronize()
-    written, start = time.perf_counter() - start, time.perf_counter()
-    for home in homes:
-        store.staging.back_to_device([home])[1].synchronize()
-    read = time.perf_counter() - start
-    store.close()
-    return len(homes) * tensor.nbytes / max(written, read)
-
-
 def compare(options: argparse.Namespace) -> list[list[str]]:
     """The rows of a table: what was planned, and what was measured with and without the limit."""
     torch.set_num_threads(1)
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in model_of(options.width, options.blocks).parameters())
     limit = options.limit or weights * BYTES_PER_WEIGHT // 3
-    x, y = batch_of(1)
-    # The blocks are alike: what one of a small model needs is known of all.
-    few = penstock.profile(
-        model_of(options.width, 1), (x,), loss_fn=loss_fn, target=y, progress=False, iterations=3, warmup=1
-    )
-    first, block, *last = few.layers
-    layers = (first, *(replace(block, name=f"{number + 1}") for number in range(options.blocks)), *last)
-    profile = replace(few, layers=layers)
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
-        disk = launch(options, Path(name), limit, "--disk")
+        launch(options, Path(name), None, "--measure", "profile")
+        few = penstock.Profile.load(Path(name, "None.json"))
+        disk = launch(options, Path(name), limit, "--measure", "disk")
         limited = launch(options, Path(name), limit)
         free = None if options.alone else launch(options, Path(name), None)
     assert disk is not None, "the limit is too small for a process"
-    bandwidth = disk["bandwidth"]
+    # The blocks are alike: what one of a small model needs is known of all.
+    first, block, *last = few.layers
+    layers = (first, *(replace(block, name=f"{number + 1}") for number in range(options.blocks)), *last)
+    profile, bandwidth = replace(few, layers=layers), disk["bandwidth"]
     cluster = replace(penstock.Cluster.uniform(1, 1e9), host_bandwidth=bandwidth)
     plan = plan_of(options.layers, streamed=True)
     predicted = penstock.simulate(plan, profile, cluster, optimizer_copies=2.0)
@@ -239,7 +228,7 @@ def main() -> None:
     for name, usual in (("width", 768), ("blocks", 14), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--disk", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=("profile", "disk"), help=argparse.SUPPRESS)
     parser.add_argument("--alone", action="store_true", help="not without a limit")
     options = parser.parse_args()
     # The head is two layers.
