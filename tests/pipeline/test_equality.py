@@ -24,6 +24,7 @@ from support.trainings import (
     ask_oracle,
     covering,
     draw_sharing,
+    draw_streamed,
     draw_training,
     drawn_trainings,
     every_subject,
@@ -148,6 +149,21 @@ def test_any_training_of_replicas_that_share_state(pool: Pool, tmp_path: Any) ->
         outcomes = pool.run(training.processes, run_trainings, [training], str(tmp_path / str(number)))
         for found in outcomes:
             assert_runs(training, found[0])
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("number", range(300))
+def test_any_training_of_streamed_stages(number: int) -> None:
+    training = draw_streamed(Random(f"streamed {number}"), 1)
+    assert_runs(training, run_here(training))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("number", range(40))
+def test_any_training_of_streamed_stages_in_processes(pool: Pool, processes: int, number: int, tmp_path: Any) -> None:
+    training = draw_streamed(Random(f"streamed {number}"), processes)
+    assert_processes(pool, [training], processes, str(tmp_path))
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from threading import Event
 from typing import Any
 
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import RowInt8
-from penstock.scheduling import METHODS
+from penstock.scheduling import METHODS, define_by_programs
 from support import models
 from support.jobs.hook_jobs import Shrinking
 from support.jobs.precision_jobs import CAST
 from support.own_schedules import offloading
 from support.random_models import Averaging
 from support.skip_models import REACHING, build_web
+from support.streamed_orders import random_rows
 from support.training import FLUSHING, LAYERS, PAIRED, Case, Outcome, stages_on_a_rank, train_by_oracle
 from support.transport_selection import sharing_memory
 
@@ -227,6 +229,8 @@ class Training:
     """Whether replicas share the optimizer's state."""
     residence: str = "device"
     """Where the weights of all stages that may be streamed are, or in "some" of every second one."""
+    order: int = 0
+    """What a random order of the computations of a step is drawn from, in the place of the schedule's; 0 for none."""
     saves: int = 0
     """The step behind which a checkpoint is written beside the training, and resumed; 0 for never."""
     late: bool = False
@@ -399,8 +403,11 @@ class Training:
             given["plan"] = replace(plan, schedule=offloading(plan.definition))
         if self.streamed:
             again = False if self.recompute is None else bool(self.recompute)
-            places = 1 if self.residence == "some" else 2
+            places = 1 + self.order % 3 if self.order else 1 if self.residence == "some" else 2
             plan = replace(given["plan"], recompute=again or self.streamed, streamed=self.streamed, places=places)
+            if self.order:
+                rows = random_rows(Random(self.order), self.ranks, plan.stages_per_rank, plan.microbatches)
+                plan = replace(plan, schedule=define_by_programs("drawn", rows))
             given["plan"] = plan
         if "files" in (self.offloads, self.state, self.residence):
             given["offload_to"] = folder
@@ -475,7 +482,7 @@ def expected_of(training: Training) -> list[Outcome]:
     if training.schedule in FLUSHING and not (training.drains or training.replicas or rounds):
         training = replace(training, schedule="gpipe", ranks=1, placement="straight")
     whole = ask_oracle(
-        replace(training, recompute=None, offloads=None, state="device", residence="device", shares=False)
+        replace(training, recompute=None, offloads=None, state="device", residence="device", order=0, shares=False)
     )
     return [whole, replace(whole, losses=whole.losses[training.saves :])][: 2 if training.saves else 1]
 
@@ -553,6 +560,16 @@ def draw_sharing(choose: Callable[[Sequence[Any]], Any]) -> Training:
         made = replace(made, placement=choose(several), shares=True).fitted()
         if made.shares and made.processes <= 4:
             return made
+
+
+def draw_streamed(draw: Random, processes: int) -> Training:
+    """One with streamed stages, in a random order where that can be; of as many `processes`, or of any ranks in 1."""
+    while True:
+        made = draw_training(draw.choice, [schedule for schedule in SCHEDULES if schedule not in IN_VERSIONS])
+        made = replace(made, offloads=None, residence=draw.choice(("host", "files", "some"))).fitted()
+        if made.streamed and processes in (1, made.processes):
+            in_turn = made.schedule not in IN_PARTS[1:] and made.placement == "straight" and not made.varies
+            return replace(made, order=draw.randint(1, 999)) if in_turn and draw.random() < 0.6 else made
 
 
 @st.composite
