@@ -115,14 +115,24 @@ rank 0: 0F0@0 0F1@0 1F0@0 1F1@0 2F0@0 2B0@0 2F1@0 2B1@0 1B0@0 1B1@0 0B0@0 0B1@0
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}])
 def test_gradients_of_groups_add_up_as_ever(options: dict[str, Any], tmp_path: Path) -> None:
-    """What the first group made goes home and comes back."""
+    """What the first group made goes home, and comes back with the weights of a backward."""
     case = replace(CASES["breadth-first"], stages_per_rank=3)
     schedule = define_by_programs("groups", " ".join(GROUPS.split()))
     plan = replace(case.options["plan"], schedule=schedule)
     expected = run_reference(case, **options)
+    fetch, brought = StreamedWeights.fetch, list[bool]()
 
-    for places in (1, 2):
-        assert_equal(expected, run(case, plan=plan, places=places, offload_to=tmp_path, **options))
+    def watched(self: StreamedWeights, weights: Any, gradients: Any) -> None:
+        brought.append(bool(own := list(gradients)))
+        fetch(self, weights, own)
+
+    # In the second group stage 0 has one visit with what is before it; with two places stage 1 stays.
+    for places, coming in ((1, [False] * 6 + [True] * 3), (2, [False] * 4 + [True] * 2)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(StreamedWeights, "fetch", watched)
+            assert_equal(expected, run(case, plan=plan, places=places, offload_to=tmp_path, **options))
+        assert brought == coming * len(case.batches)
+        brought.clear()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -231,13 +231,14 @@ class Clock:
                 return False
             self.now[rank] = max(self._sums[stage].values())
         elif letter == "G":
-            back = trained if gradients.get(stage) == "away" else 0
+            visit = next(letter for of, letter, *_ in row[place + 1 :] if of == stage and letter in "QB")
+            back = trained if gradients.get(stage) == "away" and visit == "B" else 0
             size = trained + sizes.frozen[stage] + back
             start = max(now, self._in[rank] if size else 0, self._home[rank].get(stage, 0))
             self._there[rank][stage] = start + size
             self._in[rank] = max(self._in[rank], start + size)
             changes.append((now, size))
-            if gradients.get(stage) == "away":
+            if gradients.get(stage) == "away" and visit == "B":
                 gradients[stage] = "here"
         elif letter == "Q":
             changes.append((now, -trained - sizes.frozen[stage]))

@@ -147,7 +147,7 @@ class Fetch:
     """The weights of `stage`, of `version`, start to move to the device; its next computation waits for them.
 
     With them come the gradients of the minibatch that the stage has made and that have left with a `Release`, if more
-    are to be added to them.
+    are to be added to them before the next one.
     """
 
     stage: int

@@ -431,21 +431,24 @@ def _find_gradient_moves(row: Iterable[Action]) -> frozenset[int]:
     """The places in `row` of the fetches and releases that move gradients too.
 
     A release does where its visit, or a fetch, has left gradients on the device. A fetch does where there are some on
-    the host: a stage is fetched before its update only to add more to them.
+    the host, and more are added to them before the next release.
     """
-    found, there, away = set[int](), set[int](), set[int]()
+    found, there, away, fetches = set[int](), set[int](), set[int](), dict[int, int]()
     for place, action in enumerate(row):
         stage = action.stage
         if isinstance(action, WeightGradients):
             there.add(stage)
+            if stage in away:
+                away.discard(stage)
+                found.add(fetches[stage])
         elif isinstance(action, Update):
             away.discard(stage)
-        elif isinstance(action, WeightMove):
-            before, after = (there, away) if isinstance(action, Release) else (away, there)
-            if stage in before:
-                before.discard(stage)
-                after.add(stage)
-                found.add(place)
+        elif isinstance(action, Fetch):
+            fetches[stage] = place
+        elif isinstance(action, Release) and stage in there:
+            there.discard(stage)
+            away.add(stage)
+            found.add(place)
     return frozenset(found)
 
 

@@ -58,6 +58,7 @@ from penstock.scheduling.actions import (
     SendNorms,
     SendTied,
     Update,
+    WeightGradients,
     WeightReading,
 )
 from penstock.scheduling.schedules import Schedule
@@ -240,7 +241,9 @@ class Worker:
 
     def _fetch(self, action: Fetch) -> None:
         residence, weights = self._residences[action.stage], self.stages[action.stage].weights
-        residence.fetch(weights.aside if self._training else {})
+        rest = (each for each in self.left if each.stage == action.stage)
+        first = next(each for each in rest if isinstance(each, Release | WeightGradients))
+        residence.fetch({} if isinstance(first, Release) else weights.aside)
         self._coming[action.stage] = residence
 
     def _release(self, action: Release) -> None:
