@@ -63,6 +63,14 @@ def test_seeds_are_as_good_as_the_published_search(row: Row, times: int) -> None
     assert all(costs.fits(row, rank) for rank, row in enumerate(best.rows))
 
 
+@pytest.mark.parametrize(("times", "bubble"), [(0.625, 0.3462), (0.75, 0.2536), (1.5, 0.0476)])
+def test_each_way_to_run_ahead_has_the_rest_of_its_rule_chosen(times: float, bubble: float) -> None:
+    """Up to 0.75 no rank should fill its time until the first gradient comes; at 1.5 each should."""
+    costs = measured(MEASURED[2], times)
+
+    assert 1 - max(costs.work) / find_seeds(costs, [])[0].seconds <= bubble
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [96, 112])
 def test_no_forward_delays_the_first_gradient_through_32_ranks(m: int) -> None:

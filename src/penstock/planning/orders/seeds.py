@@ -65,7 +65,12 @@ def _fitting(costs: OrderCosts, timed: TimedRows) -> list[TimedRows]:
 
 def _listed(costs: OrderCosts) -> list[TimedRows]:
     depths = [costs.length - rank for rank in costs.ranks]
-    aheads = [(), _filled(costs), *(tuple(factor * depth + more for depth in depths) for factor, more in _DEPTHS)]
+    aheads = [(), *(tuple(factor * depth + more for depth in depths) for factor, more in _DEPTHS)]
+    # What is best with one choice of `ahead` may be worse than another when the rest is chosen.
+    return [*_listed_by(costs, aheads), *_listed_by(costs, [_filled(costs)])]
+
+
+def _listed_by(costs: OrderCosts, aheads: list[tuple[float, ...]]) -> list[TimedRows]:
     made: dict[ListRule, TimedRows | None] = {}
 
     def score(rule: ListRule) -> float:
