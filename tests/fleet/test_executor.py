@@ -105,7 +105,7 @@ def test_a_lease_lasts_until_its_training_has_begun(tmp_path):
 def test_a_training_that_is_about_to_leave_is_not_started_again(tmp_path):
     """It has saved all steps, and the signal would kill it: the round waits for it."""
     late = job("b", 2, 0.01).replace("- {name: b,", "- {name: b, arrives: 0.1,")
-    fleet = fleet_file(tmp_path, job("a", 2, 0.01, end=3.0) + late)
+    fleet = fleet_file(tmp_path, job("a", 2, 0.01, end=1.0) + late)
 
     def displace(problem):
         """Takes the worker from `a` once it has saved its last step."""
@@ -293,8 +293,8 @@ def test_a_policy_sees_steps_that_no_checkpoint_has(tmp_path):
     """A job that keeps its lease saves nothing, and is decided about as what it is. A promise that cannot be kept any
     more ends no training.
     """
-    later = "".join(job(name, 1, 0.01).replace("{name", f"{{arrives: {at}, name") for name, at in (("b", 2), ("c", 9)))
-    fleet = fleet_file(tmp_path, job("a", 240, 0.05) + later)
+    later = "".join(job(name, 1, 0.01).replace("{name", f"{{arrives: {at}, name") for name, at in (("b", 1), ("c", 4)))
+    fleet = fleet_file(tmp_path, job("a", 100, 0.05) + later)
     seen: list[Job] = []
     lines: list[str] = []
     begun = tmp_path / "run" / "a" / "begun"
@@ -313,8 +313,8 @@ def test_a_policy_sees_steps_that_no_checkpoint_has(tmp_path):
     own = [found for found in seen if found.name == "a"]
 
     assert len(run.jobs) == 3 and "a is late. The nearest allocation is taken" in lines
-    assert own[0].steps == 240 and own[0].isolated_seconds == 0
-    made = 240 - own[-1].steps
+    assert own[0].steps == 100 and own[0].isolated_seconds == 0
+    made = 100 - own[-1].steps
     assert made > 0
     # It has been one of one, two or three jobs.
     assert 0.99 * made * 0.05 <= own[-1].isolated_seconds <= 3.01 * made * 0.05

@@ -26,32 +26,34 @@ PROFILE = Profile(
 )
 FAST = Machines(Kind("fast", 4, 3.0), speed=2.0, memory_bytes=1e9, bytes_per_second=1e10)
 SLOW = Machines(Kind("slow", 2, 1.0), bytes_per_second=1e9)
+ONE = {"schedule": "gpipe", "streamed": False}
+"""What makes plans quick."""
 TINY = Machines(Kind("tiny", 4, 0.1), memory_bytes=1e6, bytes_per_second=1e9)
 
 
 def test_throughputs_are_those_of_the_best_plans():
     table = throughput_table(
         [
-            ModelJob(Job("wide", 1e6, workers=4), PROFILE, options={"batch_size": 64}),
-            ModelJob(Job("narrow", 1e6), PROFILE, measured={"slow": 123.0}),
+            ModelJob(Job("wide", 1e6, workers=4), PROFILE, options={"batch_size": 64, **ONE}),
+            ModelJob(Job("narrow", 1e6), PROFILE, measured={"slow": 123.0}, options=ONE),
         ],
         [FAST, SLOW, TINY],
     )
-    chosen = plan(PROFILE, Cluster.uniform(1, 1e10, 1e9), progress=False)
+    chosen = plan(PROFILE, Cluster.uniform(1, 1e10, 1e9), progress=False, **ONE)
     speeds, reasons = table.throughputs(), [[speed.reason for speed in row] for row in table.speeds]
 
     assert speeds[1][0] == pytest.approx(2 * chosen.predicted.samples_per_second), "one device, twice as fast"
     assert speeds[1][1] == 123.0 and reasons[1][1] == "measured"
     assert speeds[0][0] > 2 * speeds[1][0], "four devices"
     assert table.speeds[0][0].plan.ranks == 4
-    assert reasons[0][1] == "it takes 4 workers, and there are 2"
+    assert reasons[0][1] == "it takes 4 workers, expected at most 2"
     assert speeds[0][2] == speeds[1][2] == 0 and "nothing fits" in reasons[1][2]
-    assert "wide on slow: does not run (it takes 4 workers, and there are 2)" in table.describe()
+    assert "wide on slow: does not run (it takes 4 workers, expected at most 2)" in table.describe()
     assert max_min_fairness(table.problem()).throughputs().min() > 0
 
 
 def test_a_job_that_fits_nowhere_has_reasons():
-    table = throughput_table([ModelJob(Job("big", 10, workers=3), PROFILE)], [SLOW, TINY])
+    table = throughput_table([ModelJob(Job("big", 10, workers=3), PROFILE, options=ONE)], [SLOW, TINY])
     with pytest.raises(PlanError, match=r"job 'big': expected a kind that it runs on.* slow: it takes 3 workers"):
         table.problem()
 
@@ -71,7 +73,7 @@ jobs:
   steps: 1e5
   workers: 2
   profile: profile.json
-  plan: {synchronous: true}
+  plan: {synchronous: true, schedule: gpipe, microbatches: 4}
   entity: team
 - {name: other, steps: 1000, throughputs: {V100: 15, K80: 5}, entity: team, arrives: 60, deadline_seconds: 1e6}
 - name: measured
@@ -91,14 +93,15 @@ def path(tmp_path):
 
 def test_a_file_describes_a_fleet(path):
     fleet = FleetFile.load(path)
-    problem = fleet.problem(fleet.table())
+    table = fleet.table()
+    problem = fleet.problem(table)
 
     assert [kind.name for kind in fleet.kinds] == ["V100", "K80"] and fleet.machines[1].speed == 0.15
     assert problem.throughputs[1:] == ((15, 5), (40, 10)) and problem.throughputs[0][0] > problem.throughputs[0][1] > 0
     # The pair is written in another order than the jobs.
     assert problem.pairs[0].jobs == (1, 2) and problem.pairs[0].throughputs == ((7.5, 0), (20, 0))
     assert problem.entities[0].first_come and problem.budget == 1e6
-    assert [arrival.seconds for arrival in fleet.workload(fleet.table())] == [0, 60, 0]
+    assert [arrival.seconds for arrival in fleet.workload(table)] == [0, 60, 0]
     assert fleet.commands[:2] == (None, None)
     assert fleet.commands[2].filled("there", 1000, 2) == ["train.py", "there", "1000"]
 
@@ -114,7 +117,7 @@ def test_a_file_describes_a_fleet(path):
         ("V100: [20, 7.5]", "V100: [20]", "pairs\\[0\\]: expected two jobs, and two throughputs"),
         ("[measured, other]", "[measured, nothing]", "pairs: expected names of jobs, found 'nothing'"),
         ("{V100: 15, K80: 5}", "{V100: 15, P100: 5}", "jobs\\[1\\].throughputs: unknown key 'P100'"),
-        ("{synchronous: true}", "{synchronic: true}", "jobs\\[0\\].plan: unknown key 'synchronic'"),
+        ("{synchronous: true,", "{synchronic: true,", "jobs\\[0\\].plan: unknown key 'synchronic'"),
         ("name: other", "name: ../other", "jobs\\[1\\].name: expected a name without /"),
         ("arrives: 60", "arrives: -60", "jobs\\[1\\].arrives: expected 0 or more seconds"),
         ("  command: [train", "  processes: {K80: 0}\n  command: [train", "processes.K80: expected 1 or more"),
