@@ -59,7 +59,8 @@ def run(script: Path, processes: int, *arguments: str) -> Run:
     # Every process prints every loss.
     losses = tuple(dict.fromkeys(loss for loss, _ in found))
     resident = max(map(int, re.findall(rf"{_MARK} (\d+)", printed)))
-    return Run(losses, statistics.median(seconds for _, seconds in found[_WARM_UP * processes :]), resident)
+    timed = found[_WARM_UP * processes :] or found
+    return Run(losses, statistics.median(seconds for _, seconds in timed), resident)
 
 
 def changes(name: str) -> str:
@@ -107,6 +108,8 @@ def main() -> None:
     shown.add(conditions("benchmarks/recipes.py"))
     head = ["recipe", "losses differ by", "plain", "pipeline", "faster", "plain", "pipeline, a process"]
     shown.add(table(head, [row(name, options.steps, options.width) for name in options.only]))
+    for name in sorted({*NAMES} - {*INSTALLED}):
+        shown.add(f"{name} was left out: pip install {NEEDED[name]}")
 
 
 if __name__ == "__main__":
