@@ -116,7 +116,9 @@ class _ReadTracer:
         if (function := self._functions.get(frame.f_code)) is not None:
             self._note_defaults(function)
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        return partial(self._before_instruction, nodes)
+        # Python 3.13 passes instructions only if this is set after the flag.
+        frame.f_trace = partial(self._before_instruction, nodes)
+        return frame.f_trace
 
     def _before_instruction(self, nodes: _Nodes, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         if event == "opcode":
