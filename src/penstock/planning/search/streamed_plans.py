@@ -137,21 +137,14 @@ def _cut(
 def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Iterator[Plan]:
     """`plan` with all stages streamed, in as few groups of microbatches as fit, and with the most that stay."""
     for definition in _definitions(plan):
-        grouped = replace(plan, schedule=definition)
-        least = _judge(grouped, 0, profile, cluster, constraints)
-        if least is None:
-            continue
-        yield least
-        low, high = 0, plan.stages_per_rank
+        low, high = -1, plan.stages_per_rank
         while high - low > 1:
-            middle = (low + high) // 2
-            made = _judge(grouped, middle, profile, cluster, constraints)
-            if made is None:
-                high = middle
-            else:
-                low = middle
-                yield made
-        return
+            middle = (low + high) // 2 if low >= 0 else 0
+            made = _judge(replace(plan, schedule=definition), middle, profile, cluster, constraints)
+            low, high = (low, middle) if made is None else (middle, high)
+            yield from filter(None, (made,))
+        if low >= 0:
+            return
 
 
 def _judge(plan: Plan, staying: int, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Plan | None:
