@@ -150,15 +150,12 @@ def measure_links(
     hosts = gather_results(
         world, "while it measured the way to its host", lambda: measure_host_bandwidth(own, offload_to)
     )
-    measured = [{tuple(pair): link for pair, link in found} for found in world.gather(_plain(mine), "after a probe")]
+    links: list[Any] = [[[*pair], [*link]] for pair, link in mine.items()]
+    measured = [{tuple(pair): link for pair, link in found} for found in world.gather(links, "after a probe")]
     action, step = (median(own) for own in zip(*actions, strict=True))
     cluster = replace(_cluster(measured, action, _least_memory(locations)), step_seconds=step)
     known = [bandwidth for bandwidth in hosts if bandwidth is not None]
     return replace(cluster, host_bandwidth=min(known) if len(known) == ranks else None)
-
-
-def _plain(links: Mapping[RankPair, "_Link"]) -> list[Any]:
-    return [[list(pair), list(link)] for pair, link in links.items()]
 
 
 def _cluster(
@@ -315,37 +312,31 @@ class _Side:
             self.send("order", torch.tensor([size, calls], device=self.device))
         else:
             size, calls = map(int, self.receive("order"))
-        self._begin_late_segment()
-        payload = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        seconds = []
         # The first message carries its header and finds the partner at work.
-        for _ in range(1 + calls):
-            receive = self.post(f"{size} bytes both ways")
-            _synchronize(self.device)
-            start = time.perf_counter()
-            self.send(f"{size} bytes both ways", payload)
-            receive.wait()
-            _synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
-        return size / max(median(seconds[1:]) - latency, 1e-15 * size)
+        seconds = self._exchange(size, 1 + calls, f"{size} bytes both ways", f"{size} bytes both ways")[1:]
+        return size / max(median(seconds) - latency, 1e-15 * size)
 
     def _series(self, size: int) -> list[float]:
         """The round-trip seconds of messages of `size` bytes."""
         # The first message carries its header and finds cold caches. It only serves to choose the number of calls.
-        (pilot,) = self._exchange(size, 1)
+        (pilot,) = self._answered(size, 1)
         calls = min(_MOST_CALLS, max(_FEWEST_CALLS, int(_SERIES_SECONDS / max(pilot, 1e-9))))
-        return self._exchange(size, 1 + calls)[1:]
+        return self._answered(size, 1 + calls)[1:]
 
-    def _exchange(self, size: int, calls: int) -> list[float]:
+    def _answered(self, size: int, calls: int) -> list[float]:
         self.send("order", torch.tensor([size, calls], device=self.device))
+        return self._exchange(size, calls, f"{size} bytes", "answer")
+
+    def _exchange(self, size: int, calls: int, sent: str, received: str) -> list[float]:
+        """The seconds of each of `calls` messages of kind `sent`, with the wait for one of kind `received`."""
         self._begin_late_segment()
         payload = torch.zeros(size, dtype=torch.uint8, device=self.device)
         seconds = []
         for _ in range(calls):
-            receive = self.post("answer")
+            receive = self.post(received)
             _synchronize(self.device)
             start = time.perf_counter()
-            self.send(f"{size} bytes", payload)
+            self.send(sent, payload)
             receive.wait()
             _synchronize(self.device)
             seconds.append(time.perf_counter() - start)

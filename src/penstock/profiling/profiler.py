@@ -203,27 +203,20 @@ class _LayerBench:
         loss: Callable[[Mapping[str, Tensor]], Tensor] | None,
         codec: WireCodec | None,
     ) -> None:
-        self.chain = chain
-        self.inputs = inputs
-        """The model's inputs, which every rank has."""
-        self.clock = clock
-        self.meter = meter
-        self.warmup = warmup
-        self.computing = computing
+        self.chain, self.inputs = chain, inputs
+        """`inputs`: the model's, which every rank has."""
+        self.clock, self.meter, self.warmup, self.computing, self.codec = clock, meter, warmup, computing, codec
         self.loss = loss
         """Computes the loss from the values of the chain's output; belongs to the last layer."""
         self.values = dict(inputs)
         """The values that the next layers may read. A tensor that autograd flows through requires a gradient."""
-        self.saved_bytes: list[int] = []
-        self.cut_bytes: list[int] = []
-        self.codec = codec
+        self.saved_bytes, self.cut_bytes = list[int](), list[int]()
         self.value_bytes: dict[str, int] = {}
         """The size of each value that a later layer reads."""
         self.value_wire_bytes: dict[str, int] = {}
         """What links carry of it."""
         self.workspace_bytes: list[float] = []
-        self.library_bytes = 0.0
-        self.fragmentation = 1.0
+        self.library_bytes, self.fragmentation = 0.0, 1.0
         self.group = sharing_group(modules_of(chain))
         """The processes that share every layer; None if it is this one alone."""
         self._held_first = meter.held()
@@ -252,7 +245,6 @@ class _LayerBench:
         """The results of all runs for layer `index`, whose update takes `update_seconds`. `weights`: the bytes that are
         trained in it, and that are frozen.
         """
-        trained, frozen = weights
         layer, cut = self.chain.layers[index], self.chain.cut(index + 1)
         backward_seconds = median_seconds(backward for _, backward in self.samples[index])
         return LayerProfile(
@@ -261,12 +253,12 @@ class _LayerBench:
             backward_seconds=backward_seconds,
             cut_bytes=self.cut_bytes[index],
             saved_bytes=self.saved_bytes[index],
-            parameter_bytes=trained,
+            parameter_bytes=weights[0],
             workspace_bytes=self.workspace_bytes[index],
             weight_seconds=min(self._halves(index)[1], backward_seconds),
             wire_bytes=None if self.codec is None else sum(map(self.value_wire_bytes.__getitem__, cut)),
             update_seconds=update_seconds,
-            frozen_bytes=frozen,
+            frozen_bytes=weights[1],
         )
 
     def split_share(self) -> float | None:
@@ -280,12 +272,8 @@ class _LayerBench:
 
     def _halves(self, index: int) -> tuple[float, float]:
         """The medians of the input backward and of the weight backward; zeros if the backward was not split."""
-        found = self.split_seconds[index]
-        return (
-            (median_seconds(first for first, _ in found), median_seconds(last for _, last in found))
-            if found
-            else (0, 0)
-        )
+        found = self.split_seconds[index] or [(0.0, 0.0)]
+        return median_seconds(first for first, _ in found), median_seconds(last for _, last in found)
 
     def wire_bytes_of(self, value: str) -> int | None:
         """What links carry of `value`; None if it is sent as it is."""
