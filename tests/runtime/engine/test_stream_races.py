@@ -42,8 +42,8 @@ def raced(work: Callable[[], T]) -> T:
 
 
 def made(schedule: str, ranks: int = 2, **options: Any) -> Training:
-    """Layers with buffers, if the options allow it."""
-    training = Training(schedule, ranks, **{"subject": "normalized", "optimizer": "adamw", **options}).fitted()
+    """Layers with buffers, which need no tracing, if the options allow it."""
+    training = Training(schedule, ranks, **{"subject": "layered", "optimizer": "adamw", **options}).fitted()
     assert all(getattr(training, name) == value for name, value in options.items()), training
     return training
 
