@@ -17,6 +17,7 @@ tests/data. Links of the last, and bytes of the cuts, are our own.
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,17 +29,18 @@ from statistics import median
 from time import process_time
 from typing import Any
 
+import penstock
 from measurement.reports import Report, conditions, option_parser, table
 from order_optima import optimum
 from penstock import DeviceKind
 from penstock.errors import PlanError, ScheduleError
 from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.judged_stages import named_plans
+from penstock.planning.orders.limited_search import moved_in_rounds
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import OrderCosts, TimedRows, rows_of, time_rows
 from penstock.planning.orders.search import find_order
 from penstock.planning.orders.seeds import find_seeds, spread_weights
-from penstock.planning.orders.window_moves import rearrange
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Schedule
 from penstock.simulating.outcomes import evaluate
@@ -71,8 +73,10 @@ UNEVEN, SOLVED = (0.5, 0.75, 1.0), 60.0
 """The limits of small uneven cases, and the seconds that CP-SAT has for each."""
 FEW_LIMITS = (0.5, 1.0, 2.0)
 """Those of cases with 24 ranks or more."""
-SEEDS, TRIES, TIMED, PUT = 2, 400, 1_000_000, 12_000
-"""Seeds that are improved, the most moves on each, the operations that these time, and those put in windows."""
+SEEDS, IMPROVED = 4, 2
+"""Seeds that are moved, and those of them that go on in rounds of moves."""
+TRIES, TIMED, PUT, ROUNDS = 400, 1_000_000, 12_000, 3
+"""The most moves on each in a round, the operations that these time, those put in windows, and the most rounds."""
 CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (8, 11, 2, 1, 18, 5, 4, 11): (3, 5, 6),
     (1170, 2846, 1146, 4254, 2199, 1289, 6888, 2312): (4, 6, 7),
@@ -86,8 +90,8 @@ def search(costs: OrderCosts, named: list[Schedule], before: TimedRows | None = 
     """The best rows for `costs`. `before`: those under a lower limit, from which moves go on, too."""
     tries = min(TRIES, TIMED // costs.operations)
     seeds = [*find_seeds(costs, named)[:SEEDS], *([] if before is None else [before])]
-    moved = [improve(costs, seed, tries) for seed in seeds]
-    improved = [rearrange(costs, timed, PUT) for timed in moved]
+    moved = sorted((improve(costs, seed, tries) for seed in seeds), key=lambda timed: timed.score)
+    improved = [[timed, *moved_in_rounds(costs, timed, tries, PUT, ROUNDS)][-1] for timed in moved[:IMPROVED]]
     improved += [again for timed in improved for again in spread_weights(costs, timed)]
     return min(improved, key=lambda timed: timed.seconds, default=None)
 
@@ -318,6 +322,12 @@ def _verdict(more: float, reference: float) -> str:
     return "better" if more < 0 else "WORSE"
 
 
+def _version() -> str:
+    """The tree of the code that searches, as `git rev-parse --short HEAD:src/penstock/planning/orders` prints it."""
+    asked = ["git", "-C", str(Path(penstock.__file__).parent), "rev-parse", "--short", "HEAD:./planning/orders"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--only", default=None, help="an expression: the cases in whose section or name it is found")
@@ -326,18 +336,19 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for line in kept.read_text().splitlines() if kept.exists() else ():
         rows[json.loads(line)["case"]] = json.loads(line)
-    cases = find_cases()
+    cases, version = find_cases(), _version()
     for section, name in cases:
         key = f"{section}: {name}"
         if re.search(options.only, key) if options.only is not None else key not in rows:
-            rows[key] = {"case": key, "rows": list(cases[section, name]())}
+            rows[key] = {"case": key, "version": version, "rows": list(cases[section, name]())}
             print(
                 table(cells(key, rows[key]["rows"][0]), [cells("", row) for row in rows[key]["rows"][1:]]), flush=True
             )
             if options.save is not None:
                 kept.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     shown = Report(options.save)
-    shown.add(conditions("benchmarks/orders.py"))
+    versions = dict.fromkeys(done["version"] for done in rows.values() if "version" in done)
+    shown.add(conditions("benchmarks/orders.py"), f"planning/orders: tree {', '.join(versions)}")
     head = ["case", "limit", "reference", "found", "", "to gain", "order, stages", "s"]
     for section, what in SECTIONS.items():
         own = [(name, rows.get(f"{section}: {name}")) for part, name in cases if part == section]

@@ -19,10 +19,12 @@ from penstock.planning.orders.seeds import find_seeds, quick_seeds, spread_weigh
 from penstock.planning.orders.window_moves import rearrange
 from penstock.values.plans import Plan, schedule
 
-THOROUGH, QUICK = (1_000, 200_000, 12_000), (200, 40_000, 0)
-"""(The most local moves on a seed, the most operations that they time, and those that are then put in windows), under
-the limit that was given and under lower ones.
+THOROUGH, QUICK = (1_000, 200_000, 12_000, 3), (200, 40_000, 0, 1)
+"""(The most local moves on a seed, the most operations that they time, those that are then put in windows, and how
+often all this is done), under the limit that was given and under lower ones.
 """
+_GAIN = 1e-3
+"""Moves go on in another round while one shortens the step by this share."""
 _JUDGED, _JUDGED_OPERATIONS = 4, 600
 """The most seeds of each kind that the simulator judges, and of how many operations together."""
 ROUNDS = 5
@@ -145,17 +147,18 @@ class LimitedSearch:
                 break
         return sorted(starts, key=seconds_of)[:1]
 
-    def improved(self, start: Start, most: tuple[int, int, int] = THOROUGH) -> Iterator[Start]:
-        """The best order that leads on from `start`, if it can be repeated; it may not fit."""
+    def improved(self, start: Start, most: tuple[int, int, int, int] = THOROUGH) -> Iterator[Start]:
+        """The best order that leads on from `start`, if it can be repeated, and those before it while none fits."""
         short = shortened(start.costs)
-        tries = min(most[0], most[1] // short.operations)
-        # Nothing is to be gained where the seed is as fast as any order can be.
-        moved = improve(short, start.seed, tries if start.seed.seconds > bound_of(short).seconds * ROUNDING else 0)
-        improved = rearrange(short, moved, most[2]) if most[2] else moved
         score = partial(whole_score, start.costs)
-        best = min((improved, *spread_weights(short, improved)), key=score)
-        if score(best) < inf:
-            yield replace(start, seed=best, judged=self.stages.judge(self.stages.plan_of(start.costs, best)))
+        rounds = [start.seed, *moved_in_rounds(short, start.seed, min(most[0], most[1] // short.operations), *most[2:])]
+        for seed in rounds[:0:-1] or rounds:
+            best = min((seed, *spread_weights(short, seed)), key=score)
+            if score(best) < inf:
+                made = replace(start, seed=best, judged=self.stages.judge(self.stages.plan_of(start.costs, best)))
+                yield made
+                if self.fits(made.judged):
+                    return
 
     def offloaded(self) -> Iterator[Judged]:
         """Orders that take too much memory, with what they have too much of offloaded; they fit."""
@@ -171,6 +174,23 @@ class LimitedSearch:
             made = offload_order(stages.name, plan, stages.profile, stages.cluster, self.limits, **stages.options)
             if made is not None:
                 yield from filter(self.fits, [stages.judge(made)])
+
+
+def moved_in_rounds(costs: OrderCosts, timed: TimedRows, tries: int, put: int, rounds: int) -> Iterator[TimedRows]:
+    """Rows after local moves and windows, again and again while a round shortens the step enough; the last are best.
+
+    `tries` and `put`: see `improve` and `rearrange`, of which each round draws others.
+    """
+    least = bound_of(costs).seconds * ROUNDING
+    for turn in range(rounds):
+        # Nothing is to be gained where the rows are as fast as any order can be.
+        if timed.seconds <= least:
+            return
+        moved = improve(costs, timed, tries, turn)
+        before, timed = timed, rearrange(costs, moved, put, turn) if put else moved
+        yield timed
+        if timed.score > before.score * (1 - _GAIN):
+            return
 
 
 def seconds_of(start: Start) -> float:

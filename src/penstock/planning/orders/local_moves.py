@@ -28,9 +28,9 @@ _LOOKED_AT = 40
 """How many operations behind the beginning of a block may move there."""
 
 
-def improve(costs: OrderCosts, timed: TimedRows, tries: int) -> TimedRows:
-    """The best rows that `tries` moves from `timed` lead to, within the limits; the same for the same rows."""
-    draw, best, current = Random(0), timed, timed
+def improve(costs: OrderCosts, timed: TimedRows, tries: int, variant: int = 0) -> TimedRows:
+    """The best rows that `tries` moves from `timed` lead to, within the limits; the same for the same `variant`."""
+    draw, best, current = Random(variant), timed, timed
     before = [timed.score] * _MEMORY
     moves = list(find_moves(costs, current))
     for turn in range(tries):

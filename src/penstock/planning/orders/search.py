@@ -34,7 +34,9 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 _IMPROVED = 2
-"""The seeds that are improved, each of another step and another choice of split backwards or limits."""
+"""The seeds that are improved, each of another step and another choice of split backwards or limits ..."""
+_NEAR = 1.02
+"""... unless one takes longer than what was found by this factor: there is more to gain by more moves on that."""
 
 _RULES = {
     "plan": instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.balanced"),
@@ -140,7 +142,8 @@ def _find(search: LimitedSearch, moves: StageMoves) -> FoundOrder:
     moved = moved_starts(search, starts[:1], moves) if moves.cuts or moves.recomputation else []
     found = [*starts, *moved]
     for start in (*starts[:_IMPROVED], *moved[-1:]):
-        found += start.search.improved(start)
+        if seconds_of(start) <= _NEAR * min(map(seconds_of, found)):
+            found += start.search.improved(start)
     judged = [each for each in search.stages.named if search.fits(each)]
     for each in (search, *(start.search for start in moved[-1:])):
         judged += each.offloaded()

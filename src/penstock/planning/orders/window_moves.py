@@ -42,12 +42,12 @@ path and what is blocked then.
 """
 
 
-def rearrange(costs: OrderCosts, timed: TimedRows, effort: int) -> TimedRows:
-    """The best rows that windows of `timed` lead to, within the limits; the same for the same rows.
+def rearrange(costs: OrderCosts, timed: TimedRows, effort: int, variant: int = 0) -> TimedRows:
+    """The best rows that windows of `timed` lead to, within the limits; the same for the same `variant`.
 
     `effort`: how many operations are put in all windows together. Where the bound is reached nothing is left to do.
     """
-    draw, best, count = Random(0), timed, costs.operations
+    draw, best, count = Random(variant), timed, costs.operations
     least = bound_of(costs).seconds * ROUNDING
     if count <= _EXACT and best.seconds > least:
         found, _ = _Window(costs, timed, _behind(costs, timed), (0.0, inf), None).put_anew(_ALL)
