@@ -10,13 +10,7 @@ from penstock.errors import PenstockError
 class Word(argparse.Action):
     """Stores a word of the command line, which a shell completes as a path if it names a file."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         setattr(namespace, self.dest, values)
 
     @property

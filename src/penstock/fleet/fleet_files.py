@@ -57,13 +57,8 @@ class TrainingCommand:
 
     def filled(self, directory: str | Path, steps: float, processes: int) -> list[str]:
         """The words with the directory of the checkpoints, the number of all steps, and that of the processes."""
-        values = {"{directory}": str(directory), "{steps}": f"{steps:.0f}", "{processes}": str(processes)}
-        words = []
-        for word in self.words:
-            for key, value in values.items():
-                word = word.replace(key, value)
-            words.append(word)
-        return words
+        words = [word.replace("{directory}", str(directory)).replace("{steps}", f"{steps:.0f}") for word in self.words]
+        return [word.replace("{processes}", str(processes)) for word in words]
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,9 +272,8 @@ class _Fleet:
         while self.arrived < len(self.workload) and self.workload[self.arrived].seconds <= self.clock + 1e-9:
             arrival = self.workload[self.arrived]
             self.running[arrival.job.name] = _Running(arrival, arrival.job.steps, region=arrival.job.region)
-            self.speeds[arrival.job.name] = {
-                kind.name: speed for kind, speed in zip(self.kinds, arrival.throughputs, strict=True)
-            }
+            names = [kind.name for kind in self.kinds]
+            self.speeds[arrival.job.name] = dict(zip(names, arrival.throughputs, strict=True))
             self.arrived += 1
         return self.arrived > first
 
@@ -287,20 +286,12 @@ class _Fleet:
         jobs = []
         for running in self.running.values():
             job, age = running.arrival.job, self.clock - running.arrival.seconds
-            deadline = job.deadline_seconds
-            if deadline is not None:
+            if (deadline := job.deadline_seconds) is not None:
                 left = deadline - age
                 deadline = left if left * max(running.arrival.throughputs) >= running.left else None
-            jobs.append(
-                replace(
-                    job,
-                    steps=running.left,
-                    elapsed_seconds=max(age, 0.0),
-                    isolated_seconds=running.isolated_seconds,
-                    deadline_seconds=deadline,
-                    region=running.region,
-                )
-            )
+            so_far: dict[str, Any] = {"steps": running.left, "isolated_seconds": running.isolated_seconds}
+            so_far["elapsed_seconds"] = max(age, 0.0)
+            jobs.append(replace(job, **so_far, deadline_seconds=deadline, region=running.region))
         rows = tuple(self._kept_speeds(running.arrival) for running in self.running.values())
         numbers = {name: number for number, name in enumerate(self.running)}
         pairs = []
