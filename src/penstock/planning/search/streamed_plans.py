@@ -85,14 +85,14 @@ def _cut_all(
     own = constraints.schedule not in (None, _ONCE.name)
     if fixed or own or constraints.streamed is False or cluster.host_bandwidth is None:
         return
-    tied = constraints.tied_layers
     lengths = [ranks for ranks in range(cluster.devices, 0, -1) if cluster.devices % ranks == 0]
     for profile in profiles:
         microbatches = constraints.count_microbatches(profile, profiles[0], cluster.devices, _ONCE)
         if profile.tensor_parallel == 1 and microbatches:
             for ranks in lengths[:1] if constraints.straight else lengths:
                 counts = _stage_counts(len(profile), ranks, constraints)
-                yield profile, (_cut(profile, cluster, ranks, per_rank, microbatches, tied=tied) for per_rank in counts)
+                plans = (_cut(profile, cluster, ranks, per_rank, microbatches) for per_rank in counts)
+                yield profile, (replace(plan, streamed=_untied(plan, constraints.tied_layers)) for plan in plans)
 
 
 def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iterator[int]:
@@ -108,20 +108,22 @@ def _stage_counts(layers: int, ranks: int, constraints: PlanConstraints) -> Iter
             yield per_rank
 
 
-def _cut(
-    profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbatches: int, tied: Sequence[Sequence[int]]
-) -> Plan:
-    """The plan of `ranks` times `per_rank` stages whose longest forward visit, or fetch, is as short as possible. Those
-    that share the weights of `tied` layers stay.
-    """
+def _untied(plan: Plan, tied: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The stages of `plan` that share no weights of `tied` layers with another one."""
+    starts = [stage.start for stage in plan.stages]
+    holding = [{bisect_right(starts, layer) - 1 for layer in layers} for layers in tied]
+    shared = {stage for stages in holding if len(stages) > 1 for stage in stages}
+    return tuple(stage for stage in range(len(starts)) if stage not in shared)
+
+
+def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbatches: int) -> Plan:
+    """The plan of `ranks` times `per_rank` stages whose longest forward visit, or fetch, is as short as possible."""
     bandwidth = cluster.host_bandwidth or 1.0
     longest = [
         max(layer.forward_seconds * microbatches, (layer.parameter_bytes + layer.frozen_bytes) / bandwidth)
         for layer in profile.layers
     ]
     cuts, replicas = balanced_cuts(longest, ranks * per_rank, ()), cluster.devices // ranks
-    holding = [{bisect_right(cuts, layer) - 1 for layer in layers} for layers in tied]
-    staying = {stage for stages in holding if len(stages) > 1 for stage in stages}
     stages = tuple(
         Stage(start, stop, tuple(range(index % ranks * replicas, (index % ranks + 1) * replicas)))
         for index, (start, stop) in enumerate(pairwise(cuts))
@@ -129,7 +131,6 @@ def _cut(
     return Plan(
         *(stages, _ONCE, microbatches, profile.microbatch_size),
         recompute=True,
-        streamed=tuple(stage for stage in range(len(stages)) if stage not in staying),
         planner="streamed",
     )
 
