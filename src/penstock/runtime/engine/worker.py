@@ -241,8 +241,7 @@ class Worker:
 
     def _fetch(self, action: Fetch) -> None:
         residence, weights = self._residences[action.stage], self.stages[action.stage].weights
-        rest = (each for each in self.left if each.stage == action.stage)
-        first = next(each for each in rest if isinstance(each, Release | WeightGradients))
+        first = next(a for a in self.left if a.stage == action.stage and isinstance(a, Release | WeightGradients))
         residence.fetch({} if isinstance(first, Release) else weights.aside)
         self._coming[action.stage] = residence
 
