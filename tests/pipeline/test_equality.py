@@ -79,7 +79,16 @@ def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_option_in_one_process(schedule: str) -> None:
+    """Those that several processes train are left to the nightly run."""
     for training in COVERING:
+        if training.schedule == schedule and training not in IN_PROCESSES:
+            assert_runs(training, run_here(training))
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_trainings_of_several_processes_in_one(schedule: str) -> None:
+    for training in IN_PROCESSES:
         if training.schedule == schedule:
             assert_runs(training, run_here(training))
 

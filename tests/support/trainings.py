@@ -116,7 +116,7 @@ RATES: dict[str, Any] = {
     ),
 }
 LOUD = 2.0**12
-MOST = 6
+MOST = 9
 """Values of a training of `covering` that are not plain."""
 
 
