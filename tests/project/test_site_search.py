@@ -16,7 +16,7 @@ QUESTIONS = {
     "out of memory": "docs/problems",
     "QLoRA": "docs/migrating",
     "gradient clipping": "docs/training",
-    "how do I resume from a checkpoint": "docs/checkpoints",
+    "how do I resume from a checkpoint": "docs/checkpoints.html",
     "learning rate scheduler": "docs/training",
     "torch.compile": "docs/compile",
     "tensor parallelism": "docs/composition",
@@ -24,7 +24,7 @@ QUESTIONS = {
     "the run hangs": "docs/doctor",
     "Slurm": "docs/howto",
     "Kubernetes": "docs/howto",
-    "meta device": "docs/initialization",
+    "meta device": "docs/initialization.html",
     "bubble of zero bubble schedules": "docs/schedules",
     "LoRA with Hugging Face Trainer": "docs/huggingface",
     "Lightning": "docs/huggingface",
@@ -37,6 +37,7 @@ QUESTIONS = {
     "which schedule": "docs/choosing",
     "bitsandbytes": "docs/migrating",
 }
+"""By question, the page; an answer is on the first screen of the section that is found."""
 
 
 @cache
@@ -58,7 +59,9 @@ def ask(question: str) -> list[dict[str, Any]]:
 def test_the_page_with_the_answer_is_first(question: str, page: str) -> None:
     found = ask(question)
 
-    assert found[0]["section"]["url"].partition(".html")[0] == page, [each["section"]["url"] for each in found[:4]]
+    first = found[0]["section"]["url"]
+    # With .html: the top of the page has the answer, and a section that has the words as well does not.
+    assert page in (first, first.partition(".html")[0]), [each["section"]["url"] for each in found[:4]]
     text = json.dumps(found[0]["section"]["text"])
     shown = str(site().eval(f"excerpt({text}, {json.dumps(question)})"))
     assert shown or found[0]["section"]["title"]
