@@ -71,7 +71,8 @@ def _run(arguments: argparse.Namespace) -> None:
     numbers = {"seconds": timeline.seconds, "bubble": timeline.bubble, "steady_bubble": timeline.steady_bubble}
     more = {"ranks": timeline.ranks, "busy_seconds": busy, "outcome": asdict(outcome), "losses": losses.parts}
     text = f"{render(timeline)}\n{_describe(outcome)}\n{losses}"
-    answer(arguments, text, {**numbers, **more}, arguments.trace, arguments.svg, arguments.html)
+    pictures = (arguments.trace, arguments.svg, arguments.html)
+    answer(arguments, text, {**numbers, **more}, *pictures)
 
 
 def _describe(outcome: "Outcome") -> str:
