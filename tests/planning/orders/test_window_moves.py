@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from penstock.planning.orders.bounds import bound_of
+from penstock.planning.orders.limited_search import moved_in_rounds
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.rows import BACKWARD, FORWARD, ROUNDING, WEIGHT, OrderCosts, TimedRows, time_rows
 from penstock.planning.orders.seeds import find_seeds
@@ -150,6 +151,18 @@ def test_nothing_is_sought_where_the_bound_is_reached() -> None:
     seed = seed_of(costs)
 
     assert rearrange(costs, seed, 10**9) is seed
+
+
+def test_moves_go_on_from_the_last_round_while_it_shortens_the_step() -> None:
+    """From other draws in each round: of these steps one gets shorter in each, one in two, and one has its bound."""
+    for seed, rounds in ((2, 4), (7, 3), (6, 0)):
+        costs = uneven(Random(seed), 4, 6, 0.75)
+        begun = seed_of(costs)
+        scores = [begun.score, *(timed.score for timed in moved_in_rounds(costs, begun, 60, 1_500, 4))]
+        shorter = [after < 0.999 * before for before, after in pairwise(scores)]
+        assert len(shorter) == rounds
+        assert all(shorter[:-1]), "a round that gains little is the last"
+        assert scores[-1] <= 0.95 * scores[0] or not rounds
 
 
 def test_a_backward_may_start_before_that_which_it_waits_for() -> None:
