@@ -5,8 +5,9 @@
 
 Each case is searched under eight limits: multiples of what `1f1b-flush` takes. Rows are written to a `.jsonl` beside
 the text as they come, and a run that was stopped goes on there; with `--only` the cases whose names match are searched
-again. Nothing runs on a device: all times are simulated. `to gain`: the most that the lower bound leaves. Where a case
-has layers, cuts move and stages may recompute. Cases with 24 ranks or more have three limits, since they take longest.
+again. Nothing runs on a device: all times are simulated. `to gain`: the most that the lower bound leaves. `code`: the
+tree of the code that searched, as `git rev-parse --short HEAD:src/penstock/planning/orders` prints it. Where a case has
+layers, cuts move and stages may recompute. Cases with 24 ranks or more have three limits, since they take longest.
 Small uneven cases are beside what OR-Tools' CP-SAT finds (`pip install ortools`); without it they have no reference.
 
 Sources: times, bytes and bubbles measured by github.com/sail-sg/zero-bubble-pipeline-parallelism, f68d387
@@ -322,8 +323,18 @@ def _verdict(more: float, reference: float) -> str:
     return "better" if more < 0 else "WORSE"
 
 
+def _slower(rows: list[Row]) -> Iterator[float]:
+    """The limits under which a step takes longer than under a lower one."""
+    least = inf
+    for row in rows:
+        found = inf if row["found"] is None else row["found"]
+        if least < inf and _verdict(found - least, least) == "WORSE":
+            yield row["limit"]
+        least = min(least, found)
+
+
 def _version() -> str:
-    """The tree of the code that searches, as `git rev-parse --short HEAD:src/penstock/planning/orders` prints it."""
+    """The tree of the code that searches."""
     asked = ["git", "-C", str(Path(penstock.__file__).parent), "rev-parse", "--short", "HEAD:./planning/orders"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
@@ -347,12 +358,11 @@ def main() -> None:
             if options.save is not None:
                 kept.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     shown = Report(options.save)
-    versions = dict.fromkeys(done["version"] for done in rows.values() if "version" in done)
-    shown.add(conditions("benchmarks/orders.py"), f"planning/orders: tree {', '.join(versions)}")
-    head = ["case", "limit", "reference", "found", "", "to gain", "order, stages", "s"]
+    shown.add(conditions("benchmarks/orders.py"))
+    head = ["case", "limit", "reference", "found", "", "to gain", "order, stages", "s", "code"]
     for section, what in SECTIONS.items():
         own = [(name, rows.get(f"{section}: {name}")) for part, name in cases if part == section]
-        lines = [cells(name, row) for name, done in own if done is not None for row in done["rows"]]
+        lines = [[*cells(name, row), done["version"]] for name, done in own if done is not None for row in done["rows"]]
         if lines:
             shown.add("", f"{section}: {what}", table(head, lines))
     every = [row for done in rows.values() for row in done["rows"]]
@@ -365,6 +375,8 @@ def main() -> None:
         for share in LIMITS:
             alike = [row["to_gain"] for row in every if row["limit"] == share and "to_gain" in row]
             shown.add(f"    at {share:g}: {median(alike):.1%} of {len(alike)} rows")
+    slower = [f"{case} at {limit:g}" for case, done in rows.items() for limit in _slower(done["rows"])]
+    shown.add(f"slower than with less memory: {', '.join(slower) or 'none'}")
     slowest = max(rows.values(), key=lambda done: max(row["seconds"] for row in done["rows"]))
     seconds = median(row["seconds"] for row in every), max(row["seconds"] for row in slowest["rows"])
     shown.add("processor time per row: {:.1f} s in the median, {:.1f} s at most ({})".format(*seconds, slowest["case"]))
