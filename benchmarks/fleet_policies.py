@@ -160,10 +160,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     arguments = parser.parse_args()
     report = Report(arguments.save)
-    report.add(
-        conditions("benchmarks/fleet_policies.py"),
-        f"{arguments.seeds} seeds; mean, its spread, the thesis",
-    )
+    report.add(conditions("benchmarks/fleet_policies.py"), f"{arguments.seeds} seeds; mean, its spread, the thesis")
     for name in arguments.only:
         start, found = time.process_time(), dict[str, tuple[list[float], str]]()
         for seed in range(arguments.seeds):

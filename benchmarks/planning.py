@@ -179,10 +179,7 @@ def every_plan(profile: Profile, cluster: Cluster, arrangements: list[tuple[Stag
                     yield Plan(stages, "interleaved", microbatches, size)
 
 
-TITLES = {
-    "times": "TIMES, seconds",
-    "small": "SMALL (beside all plans on consecutive ranks)",
-}
+TITLES = {"times": "TIMES, seconds", "small": "SMALL (beside all plans on consecutive ranks)"}
 
 
 def report(rows: list[Row]) -> Iterator[str]:

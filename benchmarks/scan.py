@@ -30,11 +30,7 @@ METHODS: tuple[LayerMethod, ...] = ("linear", "blelloch", "chunked")
 MOST_BYTES = 2**31
 """The most that the Jacobians of a layer may take."""
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "rnn": (nn.RNN, ScanRNN),
-    "gru": (nn.GRU, ScanGRU),
-    "lstm": (nn.LSTM, ScanLSTM),
-}
+KINDS: dict[str, tuple[Any, Any]] = {"rnn": (nn.RNN, ScanRNN), "gru": (nn.GRU, ScanGRU), "lstm": (nn.LSTM, ScanLSTM)}
 
 Forward = Callable[[Tensor], Tensor]
 

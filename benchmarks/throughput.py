@@ -31,10 +31,7 @@ def chosen(setting: Setting, words: list[str] | None) -> tuple[list[Entry], list
     """
     found = entries_of(setting)
     wanted = [one for one in found if words is None or one is found[0] or any(word in one.name for word in words)]
-    return (
-        [one for one in wanted if isinstance(one, Entry)],
-        [one for one in wanted if isinstance(one, Absent)],
-    )
+    return ([one for one in wanted if isinstance(one, Entry)], [one for one in wanted if isinstance(one, Absent)])
 
 
 def work(setting: Setting, words: list[str] | None, rounds: int, turn_seconds: float, report: Path) -> None:

@@ -31,15 +31,7 @@ from fleets.baselines import blind, gandiva  # noqa: E402
 from fleets.workloads import poisson_workload, thesis_types  # noqa: E402
 from measurement.reports import Report, conditions  # noqa: E402
 from penstock.errors import PlanError  # noqa: E402
-from penstock.fleet import (  # noqa: E402
-    Arrival,
-    Job,
-    Kind,
-    fifo,
-    max_min_fairness,
-    min_makespan,
-    simulate_fleet,
-)
+from penstock.fleet import Arrival, Job, Kind, fifo, max_min_fairness, min_makespan, simulate_fleet  # noqa: E402
 from penstock.planning import find_order  # noqa: E402
 from penstock.planning.predictions import prediction_of, slowest_seconds  # noqa: E402
 from penstock.planning.ptd_p.accelerator_models import A100  # noqa: E402
@@ -54,12 +46,7 @@ from penstock.values.clusters import Cluster  # noqa: E402
 from penstock.values.plans import Plan, Stage  # noqa: E402
 from penstock.values.profiles import LayerProfile, Profile  # noqa: E402
 from penstock.values.transformers import Transformer  # noqa: E402
-from planners.baselines import (  # noqa: E402
-    plan_data_parallel,
-    plan_gpipe,
-    plan_hetpipe,
-    plan_synchronous_pipedream,
-)
+from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream  # noqa: E402
 from planners.profiles import load_profiles  # noqa: E402
 from planners.single_planners import partition, plan_spp  # noqa: E402
 

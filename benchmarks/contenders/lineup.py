@@ -7,13 +7,7 @@ from contenders.torch_contenders import torch_entries
 
 def entries_of(setting: Setting) -> list[Entry | Absent]:
     """The contenders that fit, and the others with the reason why they do not."""
-    return [
-        plain_loop(),
-        one_stage(),
-        data_parallel(setting),
-        *torch_entries(setting),
-        *penstock_entries(setting),
-    ]
+    return [plain_loop(), one_stage(), data_parallel(setting), *torch_entries(setting), *penstock_entries(setting)]
 
 
 def find_entry(name: str, setting: Setting) -> Entry:

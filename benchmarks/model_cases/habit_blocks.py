@@ -247,8 +247,7 @@ STATE: dict[str, Build] = {
     "BookFirst": BookFirst,
     "VectorQuantizer": does(quantize, buffers(codes=lambda: torch.randn(5, WIDTH), counts=lambda: torch.ones(5))),
     "Queue": does(
-        enqueue,
-        buffers(queue=lambda: torch.randn(16, WIDTH), pointer=lambda: torch.zeros(1, dtype=torch.long)),
+        enqueue, buffers(queue=lambda: torch.randn(16, WIDTH), pointer=lambda: torch.zeros(1, dtype=torch.long))
     ),
     "Counter": Counter,
     "WarmUp": does(warm_up, steps=0),

@@ -341,8 +341,7 @@ OUTSIDE: dict[str, Build] = {
     "LossInside": outside(keep_loss, latest=None),
     "UnusedNorm": outside(after_blocks(drop_norm), adds(side=lambda: nn.BatchNorm1d(WIDTH))),
     "UnusedHead": outside(
-        drop_head,
-        adds(auxiliary=lambda: nn.Sequential(linear(), BatchNormed(), nn.Linear(WIDTH, 2))),
+        drop_head, adds(auxiliary=lambda: nn.Sequential(linear(), BatchNormed(), nn.Linear(WIDTH, 2)))
     ),
     "CheckpointedBlocks": checkpointed(reentrant=False),
     "CheckpointedSequential": holds(

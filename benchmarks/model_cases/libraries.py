@@ -330,10 +330,7 @@ ADAPTED: dict[str, tuple[Build, Draw]] = {
     "DoRA on llama": (adapted(**LORA, use_dora=True), tokens),
     "LoRA on gpt2": (adapted(**LORA, build=decoder("gpt2", GPT), fan_in_fan_out=True), tokens),
     "LoRA on bert": (adapted(**LORA, build=transformer("AutoModelForMaskedLM", "bert", SIZES), task=None), masked),
-    "LoRA on t5": (
-        adapted(**LORA, build=transformer("AutoModelForSeq2SeqLM", "t5", T5), task="SEQ_2_SEQ_LM"),
-        paired,
-    ),
+    "LoRA on t5": (adapted(**LORA, build=transformer("AutoModelForSeq2SeqLM", "t5", T5), task="SEQ_2_SEQ_LM"), paired),
     "LoHa on llama": (adapted("LoHaConfig", task=None, r=2, target_modules=QUERIES, init_weights=False), tokens),
     "IA3 on llama": (adapted("IA3Config", init_ia3_weights=False), tokens),
     "AdaLoRA on llama": (adapted("AdaLoraConfig", total_step=10, init_r=4, target_r=2), tokens),

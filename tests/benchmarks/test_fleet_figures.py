@@ -6,13 +6,7 @@ import pytest
 
 import fleet_figures as figures
 from fleets.workloads import thesis_types
-from penstock.fleet import (
-    Arrival,
-    Job,
-    Kind,
-    allox,
-    simulate_fleet,
-)
+from penstock.fleet import Arrival, Job, Kind, allox, simulate_fleet
 
 
 def test_jobs_that_stay_leave_a_faster_kind_that_becomes_free():

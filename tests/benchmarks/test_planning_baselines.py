@@ -11,13 +11,7 @@ from penstock.planning.requests import Request
 from penstock.scheduling import verify
 from penstock.values import Cluster, LayerProfile, Profile
 from penstock.values.plans import schedule
-from planners.baselines import (
-    plan_data_parallel,
-    plan_gpipe,
-    plan_hetpipe,
-    plan_synchronous_pipedream,
-    servers_of,
-)
+from planners.baselines import plan_data_parallel, plan_gpipe, plan_hetpipe, plan_synchronous_pipedream, servers_of
 from planners.profiles import read_piper
 from planners.single_planners import partition, plan_spp
 

@@ -15,17 +15,7 @@ from model_cases.habit_blocks import KINDS, Counter, EmaBook, changed, does
 from model_cases.habit_models import DRAWING, HELD, OUTSIDE
 from penstock.capturing import capture
 from penstock.errors import CaptureError
-from support.blocks import (
-    WIDTH,
-    Block,
-    Stack,
-    assert_equals_oracle,
-    assert_trains,
-    batches,
-    build,
-    sgd,
-    squares,
-)
+from support.blocks import WIDTH, Block, Stack, assert_equals_oracle, assert_trains, batches, build, sgd, squares
 
 drawing = does(changed(lambda block, y: y * random.random() + float(numpy.random.rand())))
 SCRIPTED = ("Scripted", "ScriptedFunction")

@@ -44,10 +44,7 @@ def test_what_is_frozen_has_no_backward_or_passes_the_gradient_only() -> None:
 def test_an_embedding_reads_its_rows_and_fills_the_gradient_of_its_table() -> None:
     (found,) = operators(nn.Embedding(100, 4), sample=torch.tensor([[1, 2, 3]]))
 
-    assert found == (
-        OperatorCall(0, FLOAT * 100 * 4, FLOAT, 0),
-        OperatorCall(0, 3 * 8 + 2 * FLOAT * 3 * 4, FLOAT, 2),
-    )
+    assert found == (OperatorCall(0, FLOAT * 100 * 4, FLOAT, 0), OperatorCall(0, 3 * 8 + 2 * FLOAT * 3 * 4, FLOAT, 2))
 
 
 def test_other_operators_move_bytes_and_views_do_nothing() -> None:

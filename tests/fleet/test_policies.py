@@ -372,10 +372,7 @@ def test_reasons_say_what_limits_a_job():
         (lambda: replace(THESIS, kinds=(Kind("a", 1, pool="p"), Kind("b", 2, pool="p"))), "they are the same devices"),
         (lambda: Allocation(THESIS, ((1, 0), (0, 1))), "expected 3 rows of 2 numbers"),
         (lambda: Allocation(THESIS, ((1, 0.1), (0, 0), (0, 0))), "job 'job 0': expected at most all of the time"),
-        (
-            lambda: Allocation(THESIS, ((1, 0), (0.1, 0), (0, 0))),
-            "'V100': expected at most 1 worker, found 1.1",
-        ),
+        (lambda: Allocation(THESIS, ((1, 0), (0.1, 0), (0, 0))), "'V100': expected at most 1 worker, found 1.1"),
         (lambda: Allocation(THESIS, ((-1, 0), (0.1, 0), (0, 0))), "expected numbers of 0 or more"),
         (lambda: hierarchical(THESIS), "entities: expected one or more"),
         (lambda: min_makespan_within_budget(THESIS), "budget: expected the most that the jobs may cost"),

@@ -7,17 +7,7 @@ from hypothesis import strategies as st
 
 from fleets.baselines import isolated_shares
 from penstock import PlanError
-from penstock.fleet import (
-    Allocation,
-    Job,
-    Kind,
-    Lease,
-    Pair,
-    Problem,
-    RoundScheduler,
-    max_min_fairness,
-    min_makespan,
-)
+from penstock.fleet import Allocation, Job, Kind, Lease, Pair, Problem, RoundScheduler, max_min_fairness, min_makespan
 from support.fleet_problems import THESIS, fleet_problems
 
 

@@ -7,15 +7,7 @@ import pytest
 from penstock import Cluster, LayerProfile, PlanError, Profile, plan
 from penstock.cli import main
 from penstock.commands.fleet_command import _OPTIONS
-from penstock.fleet import (
-    FleetFile,
-    Job,
-    Kind,
-    Machines,
-    ModelJob,
-    max_min_fairness,
-    throughput_table,
-)
+from penstock.fleet import FleetFile, Job, Kind, Machines, ModelJob, max_min_fairness, throughput_table
 
 PROFILE = Profile(
     tuple(

@@ -28,10 +28,7 @@ from support.own_schedules import offloading
 from support.processes import Pool
 from support.training import Case, run_pipeline, run_reference, stages_on_a_rank
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CASE = Case("normalized", "1f1b-flush", 2, 4, "adamw", device="cuda:0")
 SCHEDULES = ("gpipe", "1f1b-flush", "interleaved", "zb-h1", "zb-v", "pipedream", "vertical", "2bw")

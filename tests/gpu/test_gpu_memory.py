@@ -13,10 +13,7 @@ import torch
 from support.jobs.peak_jobs import LARGE, Leftovers, Peak, Training, find_leftovers, measure_peak
 from support.processes import Pool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 Recording: TypeAlias = Callable[[str, object], None]
 """Notes a property in the report of a test."""

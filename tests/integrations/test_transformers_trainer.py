@@ -98,10 +98,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"call train\(\) or evaluate\(\) first",
     ),
     **{
-        f"what a pipeline cannot follow: {name}": (
-            unfollowed(name, value),
-            f"{name}.*{remedy}",
-        )
+        f"what a pipeline cannot follow: {name}": (unfollowed(name, value), f"{name}.*{remedy}")
         for name, value, remedy in (
             ("label_smoothing_factor", 0.1, "let the model compute its loss"),
             ("activation_checkpointing", True, "'recompute': True"),

@@ -217,10 +217,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss_scale": ({"loss_scale": "dynamic"}, {"loss_scale": 8.0}),
     "autocast": ({"autocast": torch.bfloat16}, {}),
     "version_dtype": ({"autocast": torch.bfloat16, "version_dtype": torch.bfloat16}, {"autocast": torch.bfloat16}),
-    "update_hooks": (
-        {"update_hooks": [penstock.WeightAverage(0.9)]},
-        {"update_hooks": [penstock.WeightAverage(0.99)]},
-    ),
+    "update_hooks": ({"update_hooks": [penstock.WeightAverage(0.9)]}, {"update_hooks": [penstock.WeightAverage(0.99)]}),
     "lr_scheduler": ({"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}, {}),
     "loss_weight": ({"loss_weight": len}, {}),
     "on_nonfinite": ({"on_nonfinite": "skip"}, {}),

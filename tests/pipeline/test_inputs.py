@@ -152,10 +152,7 @@ WAYS = {
     ),
     "one dataclass": Way(OfDataclass, lambda t, m: Words(t, m, Rest(POSITIONS)), lambda output: output.logits),
     "one named tuple": Way(
-        OfTuple,
-        lambda t, m: (Trio(t, m, POSITIONS),),
-        lambda output: output[0],
-        lambda t, m: Trio(t, m, POSITIONS),
+        OfTuple, lambda t, m: (Trio(t, m, POSITIONS),), lambda output: output[0], lambda t, m: Trio(t, m, POSITIONS)
     ),
 }
 

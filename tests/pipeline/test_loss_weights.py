@@ -9,14 +9,7 @@ from torch import Tensor
 
 import penstock
 from support import models
-from support.jobs.loss_weight_jobs import (
-    BATCHES,
-    build,
-    loss_fn,
-    run_weighted,
-    tokens,
-    weighted_options,
-)
+from support.jobs.loss_weight_jobs import BATCHES, build, loss_fn, run_weighted, tokens, weighted_options
 from support.processes import Pool
 from support.training import Case, train_by_loop, with_accuracy
 
@@ -64,10 +57,7 @@ def losses_and_metrics(case: Case) -> list[tuple[float, dict[str, float]]]:
 def expected(x: Tensor, y: Tensor) -> dict[str, float]:
     """The metrics of the untrained model, on a whole batch."""
     output = models.SUBJECTS["perceptron"].build()(x)
-    return {
-        "accuracy": float((output.argmax(-1) == y).double().mean()),
-        "entropy": F.cross_entropy(output, y).item(),
-    }
+    return {"accuracy": float((output.argmax(-1) == y).double().mean()), "entropy": F.cross_entropy(output, y).item()}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

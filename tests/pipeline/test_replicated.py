@@ -11,14 +11,7 @@ from torch import Tensor, nn
 import penstock
 from support import models
 from support.processes import Pool
-from support.training import (
-    Case,
-    assert_equal,
-    run_pipeline,
-    run_reference,
-    train,
-    train_by_oracle,
-)
+from support.training import Case, assert_equal, run_pipeline, run_reference, train, train_by_oracle
 
 SCHEDULES = ("gpipe", "1f1b-flush", "spp", "zb-h1", "pipedream", "2bw")
 

@@ -5,13 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock
-from support.jobs.transformer_jobs import (
-    Run,
-    make_pipeline,
-    run_in_pipeline,
-    run_plainly,
-    run_reference,
-)
+from support.jobs.transformer_jobs import Run, make_pipeline, run_in_pipeline, run_plainly, run_reference
 from support.training import assert_equal
 from support.trainings import Training, run_training
 

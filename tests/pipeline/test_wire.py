@@ -15,15 +15,7 @@ from penstock.training.wire_codecs import WireDtype, read_wire_dtype, round_to_w
 from support import models
 from support.exports import built_as
 from support.jobs.precision_jobs import CAST, CAST_BATCHES, cast_options
-from support.training import (
-    Case,
-    Outcome,
-    assert_equal,
-    run_pipeline,
-    run_reference,
-    train,
-    train_by_oracle,
-)
+from support.training import Case, Outcome, assert_equal, run_pipeline, run_reference, train, train_by_oracle
 
 KINDS: dict[str, WireDtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "rows": RowInt8()}
 

@@ -240,11 +240,7 @@ def test_models_of_random_habits_train_equal_or_are_refused(model: DrawnModel) -
     batches = [tuple(rows(2, 8, WIDTH)) for _ in range(2)]
     try:
         found = rehearsed(
-            model=model.make,
-            batches=batches,
-            sample=(batches[0][0][:2],),
-            optimizer=momentum,
-            accumulation=True,
+            model=model.make, batches=batches, sample=(batches[0][0][:2],), optimizer=momentum, accumulation=True
         )
     except PenstockError as error:
         assert not isinstance(error, RehearsalError)

@@ -56,14 +56,7 @@ def test_path_goes_through_the_replica_that_came_last() -> None:
     plan = Plan((Stage(0, 1, (0, 1)),), "gpipe", 3)
     timeline = simulate(plan, make_profile((1, 1, 0, 4)), Cluster.uniform(2, 1.0), overlap_reduce=False)
 
-    assert actions(timeline) == [
-        "0:0F0@0",
-        "0:0F2@0",
-        "0:0B0@0",
-        "0:0B2@0",
-        "0:0A1",
-        "0:0U1<0",
-    ]
+    assert actions(timeline) == ["0:0F0@0", "0:0F2@0", "0:0B0@0", "0:0B2@0", "0:0A1", "0:0U1<0"]
 
 
 def test_nothing_has_no_path() -> None:

@@ -90,12 +90,7 @@ TWO = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
             Cluster.uniform(2, 1.0, latency_seconds=10.0),
             "round trips between the stages (83% of the time; the busiest is stage 0 (compute 17% of the time))",
         ),
-        (
-            Plan.uniform(4, 4, "gpipe", 1),
-            make_profile(*[(0, 0, 0, 0, 0)] * 4),
-            FAST,
-            "nothing: no action takes time",
-        ),
+        (Plan.uniform(4, 4, "gpipe", 1), make_profile(*[(0, 0, 0, 0, 0)] * 4), FAST, "nothing: no action takes time"),
         (
             Plan.of_cuts([0, 1, 2, 3, 4], 2, "interleaved", 4),
             make_profile(*[(1, 1, 0, 0, 0)] * 4),

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.actions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Recompute,
-    WeightGradients,
-)
+from penstock.scheduling.actions import Backward, BackwardInput, BackwardWeight, Forward, Recompute, WeightGradients
 from penstock.scheduling.schedules import Schedule, inference
 from penstock.simulating import evaluate, simulate
 from penstock.timelines.memories import RankMemory

@@ -92,7 +92,7 @@ def test_memory_is_free_when_a_copy_has_ended_and_taken_when_it_comes_back() -> 
     held = dict(memory.activations)
 
     assert [(at, held[at]) for at in sorted(held)] == [
-        *((0, 12), (1, 24), (2, 24), (3, 24), (4, 36), (7, 36), (10, 24), (12, 12), (14, 0)),
+        *((0, 12), (1, 24), (2, 24), (3, 24), (4, 36), (7, 36), (10, 24), (12, 12), (14, 0))
     ]
     assert evaluate(plan_of(), PROFILE, CLUSTER, optimizer_copies=0).peak_bytes == (36,)
     without = " ".join(word for word in ROW.split() if word[1] not in "HD")

@@ -239,9 +239,7 @@ def busy_problems(draw: st.DrawFn) -> tuple[Schedule, Plan, Profile, Cluster, in
 @settings(max_examples=40, deadline=None)
 @given(busy_problems(), st.tuples(*[st.booleans()] * 3), st.sampled_from([1.0, 0.5]))
 def test_equals_the_fixed_point(
-    problem: tuple[Schedule, Plan, Profile, Cluster, int],
-    assumed: tuple[bool, bool, bool],
-    wire_share: float,
+    problem: tuple[Schedule, Plan, Profile, Cluster, int], assumed: tuple[bool, bool, bool], wire_share: float
 ) -> None:
     schedule, plan, profile, cluster, minibatches = problem
     overlap, overlap_reduce, shares_medium = assumed

@@ -19,10 +19,7 @@ GRACE_SECONDS = 20.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--gpu-seconds",
-        type=float,
-        default=300.0,
-        help="end the run if a test that needs a GPU takes longer (300)",
+        "--gpu-seconds", type=float, default=300.0, help="end the run if a test that needs a GPU takes longer (300)"
     )
     parser.addoption(
         "--pool-seconds",

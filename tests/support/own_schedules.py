@@ -62,10 +62,7 @@ def late_order(shape: PipelineShape, rank: int, segment: Segment) -> Iterator[Co
 def late_guarantees(shape: PipelineShape) -> Guarantees:
     """Two versions; two minibatches in flight."""
     return Guarantees.of(
-        shape,
-        [2 * shape.microbatches] * shape.stages,
-        versions=[2] * shape.stages,
-        rule=VersionRule.PREVIOUS_MINIBATCH,
+        shape, [2 * shape.microbatches] * shape.stages, versions=[2] * shape.stages, rule=VersionRule.PREVIOUS_MINIBATCH
     )
 
 

@@ -6,15 +6,10 @@ from operator import mul
 from typing import Any
 
 from penstock.planning.ptd_p.accelerator_models import AcceleratorModel
-from penstock.planning.ptd_p.parallel_configs import (
-    ConfigEstimate,
-    ParallelLinks,
-)
+from penstock.planning.ptd_p.parallel_configs import ConfigEstimate, ParallelLinks
 from penstock.planning.ptd_p.ring_links import Ring
 from penstock.planning.ptd_p.three_d import ThreeDRequest, rank_three_d
-from penstock.planning.ptd_p.transformer_costs import (
-    ModuleCosts,
-)
+from penstock.planning.ptd_p.transformer_costs import ModuleCosts
 from penstock.values.clusters import Cluster
 from penstock.values.transformers import Transformer
 

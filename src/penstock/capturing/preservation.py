@@ -139,10 +139,7 @@ def python_generators() -> dict[str, object]:
 
 @contextmanager
 def in_mode(
-    modules: Iterable[nn.Module],
-    *,
-    training: bool,
-    watched: Callable[[], AbstractContextManager[object]] = nullcontext,
+    modules: Iterable[nn.Module], *, training: bool, watched: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Iterator[None]:
     """Calls ``train()`` or ``eval()`` of `modules` before its body and ``train(mode)`` after it, as a loop does. All
     submodules get the modes back that they had. `watched`: the context of these calls.

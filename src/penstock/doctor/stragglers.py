@@ -95,12 +95,7 @@ class Stragglers:
 
 
 def find_stragglers(
-    timeline: Timeline,
-    plan: Plan,
-    weights: Sequence[float],
-    *,
-    profile: Profile | None = None,
-    tolerance: float = 1.25,
+    timeline: Timeline, plan: Plan, weights: Sequence[float], *, profile: Profile | None = None, tolerance: float = 1.25
 ) -> Stragglers:
     """Compares what `timeline` shows of the stages of `plan`.
 

@@ -103,12 +103,7 @@ class Training:
     """The weights of every stage in every version."""
 
     def __init__(
-        self,
-        chain: LayerChain,
-        plan: Plan,
-        recipe: Recipe,
-        guarantees: Guarantees,
-        hooks_on: Mapping[str, Hooks],
+        self, chain: LayerChain, plan: Plan, recipe: Recipe, guarantees: Guarantees, hooks_on: Mapping[str, Hooks]
     ) -> None:
         """`hooks_on`: the user's hooks by parameter name."""
         sizes = guarantees.microbatches_per_update

@@ -365,11 +365,7 @@ def _lines(options: list[_Option], chosen: _Option, deadline_seconds: float) -> 
     rows = [["part", "samples/s", "epoch", "per epoch", ""]]
     for option in options:
         late = "" if option.seconds <= deadline_seconds else "too late"
-        numbers = [
-            f"{speed_of(option.plan):.4g}",
-            seconds_text(option.seconds),
-            f"{option.cost:.4g}",
-        ]
+        numbers = [f"{speed_of(option.plan):.4g}", seconds_text(option.seconds), f"{option.cost:.4g}"]
         rows.append([option.part, *numbers, "taken" if option is chosen else late])
     head = f"The cheapest plan that ends an epoch in {seconds_text(deadline_seconds)}; the fastest plan of each part:"
     return [head, *table_lines(rows, left={0, 4})]

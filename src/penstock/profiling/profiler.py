@@ -54,16 +54,7 @@ from penstock.capturing.sampled_models import chain_of_copies
 from penstock.capturing.samples import read_sample
 from penstock.errors import ProfileError
 from penstock.profiling.clocks import Clock, calls_per_sample, clock_of, median_seconds
-from penstock.profiling.devices import (
-    Model,
-    Sample,
-    device_name,
-    device_of,
-    first_device,
-    modules_of,
-    moved,
-    placed,
-)
+from penstock.profiling.devices import Model, Sample, device_name, device_of, first_device, modules_of, moved, placed
 from penstock.profiling.spread_layers import held_bytes, local_bytes, longest, sharing_group
 from penstock.profiling.workspaces import Meter, measure_saved_bytes, meter_of
 from penstock.progress import progress_line

@@ -138,11 +138,7 @@ class StatsSource:
         )
 
     def stragglers(
-        self,
-        timeline: Timeline,
-        profile: Profile | None,
-        tolerance: float,
-        measure: Callable[..., Profile] | None,
+        self, timeline: Timeline, profile: Profile | None, tolerance: float, measure: Callable[..., Profile] | None
     ) -> Stragglers:
         """The stragglers in `timeline`; of layers, too, if `measure` measures them. Collective."""
         known = profile or self._profile

@@ -74,12 +74,7 @@ def hybrid(
 
 
 def chunked(
-    gradient: Tensor,
-    jacobians: Tensor,
-    entering: Tensor | None = None,
-    *,
-    workers: int,
-    rescale: bool | None = None,
+    gradient: Tensor, jacobians: Tensor, entering: Tensor | None = None, *, workers: int, rescale: bool | None = None
 ) -> Tensor:
     """What `blelloch` returns, in two levels: each of `workers` multiplies the Jacobians of consecutive steps, a scan
     over these products finds the gradient where each one begins, and each goes through its steps.

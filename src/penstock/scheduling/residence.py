@@ -19,16 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.scheduling.actions import (
-    Action,
-    Fetch,
-    Receive,
-    Reduce,
-    Release,
-    Send,
-    WeightGradients,
-    WeightReading,
-)
+from penstock.scheduling.actions import Action, Fetch, Receive, Reduce, Release, Send, WeightGradients, WeightReading
 
 
 @dataclass(slots=True)

@@ -154,11 +154,7 @@ def _table(panels: Sequence[Panel]) -> Iterator[str]:
 def _document(panels: Sequence[Panel]) -> dict[str, object]:
     seconds = max(panel.seconds for panel in panels)
     tick = 10.0 ** math.floor(math.log10(seconds / _TICKS)) if seconds > 0 else 1.0
-    return {
-        "tick": tick,
-        "words": _WORDS,
-        "panels": [_panel(panel, tick) for panel in panels],
-    }
+    return {"tick": tick, "words": _WORDS, "panels": [_panel(panel, tick) for panel in panels]}
 
 
 def _panel(panel: Panel, tick: float) -> dict[str, object]:

@@ -244,10 +244,7 @@ def explain_spans(spans: Sequence[Span], ranks: int, seconds: float) -> str:
 
 
 def _limits(
-    busy: Sequence[float],
-    seconds: float,
-    sources: dict[tuple[int, int, int], float],
-    stages: dict[int, list[float]],
+    busy: Sequence[float], seconds: float, sources: dict[tuple[int, int, int], float], stages: dict[int, list[float]]
 ) -> list[str]:
     """What limits the timeline."""
     busiest = max(range(len(busy)), key=busy.__getitem__)

@@ -301,15 +301,7 @@ class Cluster:
         """Reads what `save` wrote, perhaps edited. `PlanError` names the file, the field and the fix."""
         place = read_yaml(path, PlanError)
         place.check_format(_FORMAT)
-        known = (
-            *_NUMBERS,
-            "devices",
-            "kinds",
-            "levels",
-            "matrix",
-            "latency_seconds",
-            *COST_KEYS,
-        )
+        known = (*_NUMBERS, "devices", "kinds", "levels", "matrix", "latency_seconds", *COST_KEYS)
         places = place.mapping(("format",), known)
         made = _read_cluster(path, place, places)
         if "kinds" in places:

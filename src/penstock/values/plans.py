@@ -36,14 +36,7 @@ from penstock.scheduling.verification.verifier import verify
 from penstock.scheduling.written_programs import define_by_programs
 from penstock.values.chain_cuts import balanced_cuts
 from penstock.values.clusters import Cluster
-from penstock.values.documents import (
-    YamlNode,
-    number_text,
-    quoted_text,
-    read_known,
-    read_yaml,
-    write_text,
-)
+from penstock.values.documents import YamlNode, number_text, quoted_text, read_known, read_yaml, write_text
 from penstock.values.plan_stages import STAGES, Stage, check_stages, ranks_text
 from penstock.values.quantities import bytes_text, table_lines
 

@@ -332,12 +332,7 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Writes JSON, one line per layer. `ProfileError` if the file cannot be written."""
         rows = [_row(layer) for layer in self.layers]
-        head = {
-            "format": _FORMAT,
-            "name": self.name,
-            "device": self.device,
-            "microbatch_size": self.microbatch_size,
-        }
+        head = {"format": _FORMAT, "name": self.name, "device": self.device, "microbatch_size": self.microbatch_size}
         noted = {"library_bytes": self.library_bytes, "fragmentation": self.fragmentation}
         head |= noted if (self.library_bytes, self.fragmentation) != (0, 1) else {}
         head |= {"tensor_parallel": self.tensor_parallel} if self.tensor_parallel > 1 else {}

@@ -455,10 +455,7 @@ def test_tp_ranks_put_any_message_together(pool: Pool) -> None:
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled and spread": ("Leave compile= out", {"compile": True, "parallelize": nothing}),
     "layers of zb-h1": ("would hardly hold less", {"schedule": "zb-h1", "recompute": "layers"}),
-    "state of all parameters": (
-        "steps each parameter by itself",
-        {"shard_optimizer": True, "optimizer": GlobalNorm},
-    ),
+    "state of all parameters": ("steps each parameter by itself", {"shard_optimizer": True, "optimizer": GlobalNorm}),
     "compiled with graphs": ("expected a mode without graphs", {"compile": {"mode": "max-autotune"}}),
 }
 

@@ -27,10 +27,7 @@ class Noted:
 @given(
     seed=st.integers(0, 2**32),
     actions=st.lists(
-        st.one_of(
-            st.tuples(st.just("take"), st.integers(0, 1)),
-            st.tuples(st.just("advance"), st.integers(1, 8)),
-        ),
+        st.one_of(st.tuples(st.just("take"), st.integers(0, 1)), st.tuples(st.just("advance"), st.integers(1, 8))),
         max_size=60,
     ),
 )

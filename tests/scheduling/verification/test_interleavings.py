@@ -18,16 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.scheduling.actions import (
-    Message,
-    Receive,
-    Receiving,
-    Reduce,
-    Send,
-    Sending,
-    Update,
-    parse_programs,
-)
+from penstock.scheduling.actions import Message, Receive, Receiving, Reduce, Send, Sending, Update, parse_programs
 from penstock.scheduling.lowering import counterpart, peers
 from penstock.scheduling.placements import Placement
 from penstock.scheduling.schedules import Programs, Schedule

@@ -37,10 +37,7 @@ _REASONS = (
         r"data-dependent|Could not guard|Could not extract specialized|GuardOnDataDependent",
         "its Python control flow depends on the values in a tensor",
     ),
-    (
-        r"marked .* as dynamic|specialized it to be a constant|Constraints violated",
-        _BATCH,
-    ),
+    (r"marked .* as dynamic|specialized it to be a constant|Constraints violated", _BATCH),
     (
         r"\.numpy\(\)|numpy\(\) is not supported|can't call numpy|Cannot (convert|call numpy)",
         "it leaves PyTorch for NumPy",

@@ -210,10 +210,7 @@ def _partition(model: nn.Module, stacks: list[list[tuple[str, str]]], blocks: Co
 
 
 def _observe(
-    sampled: SampledModel,
-    layers: list[Layer],
-    output: ModelOutput,
-    trained: Sequence[Layer] | None,
+    sampled: SampledModel, layers: list[Layer], output: ModelOutput, trained: Sequence[Layer] | None
 ) -> tuple[Layer, ...]:
     """`layers` with what a run of them shows, and what their code can write."""
     call = sampled.call.copied()

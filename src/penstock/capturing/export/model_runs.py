@@ -128,12 +128,7 @@ def _borrows(watch: Watch, path: str) -> bool:
 class _Dependence(OperatorMode):
     """Follows what depends on parameters through the operators of a run."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        watch: Watch,
-        save: Callable[[nn.Parameter], None],
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], watch: Watch, save: Callable[[nn.Parameter], None]) -> None:
         """`save` is called with a parameter before it is written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.communicates = False

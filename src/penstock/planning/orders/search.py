@@ -109,13 +109,7 @@ def limit_order(
 
 
 def _search(
-    name: str,
-    plan: Plan,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    memory_bytes: float | None,
-    options: Options,
+    name: str, plan: Plan, profile: Profile, cluster: Cluster, *, memory_bytes: float | None, options: Options
 ) -> LimitedSearch:
     given = {"plan": plan, "profile": profile, "cluster": cluster, "memory_bytes": memory_bytes}
     check_arguments(name, _RULES, PlanError, **given)

@@ -75,11 +75,7 @@ class Precision:
 
 
 A100 = AcceleratorModel(
-    name="NVIDIA A100 80 GB",
-    peak_operations=312e12,
-    memory_bandwidth=2.0e12,
-    efficiency=0.7,
-    half_wave=54 * 128 * 256,
+    name="NVIDIA A100 80 GB", peak_operations=312e12, memory_bandwidth=2.0e12, efficiency=0.7, half_wave=54 * 128 * 256
 )
 """Peak and bandwidth are from NVIDIA's data sheet (312 TFLOP/s in 16 bits; 2.0 TB/s). Half a wave: 108 processors, each
 with a tile of 128 x 256. The efficiency is calibrated on one measurement; see docs/trillion.md."""

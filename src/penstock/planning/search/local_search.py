@@ -94,13 +94,7 @@ class Timed:
 class LocalSearch:
     """Searches around plans for one profile on one cluster."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        costs: ChainCosts,
-        cluster: Cluster,
-        assumptions: Assumptions,
-    ) -> None:
+    def __init__(self, profile: Profile, costs: ChainCosts, cluster: Cluster, assumptions: Assumptions) -> None:
         self._profile = profile
         self._costs = costs
         self._cluster = cluster

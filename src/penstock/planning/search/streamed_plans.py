@@ -128,11 +128,7 @@ def _cut(profile: Profile, cluster: Cluster, ranks: int, per_rank: int, microbat
         Stage(start, stop, tuple(range(index % ranks * replicas, (index % ranks + 1) * replicas)))
         for index, (start, stop) in enumerate(pairwise(cuts))
     )
-    return Plan(
-        *(stages, _ONCE, microbatches, profile.microbatch_size),
-        recompute=True,
-        planner="streamed",
-    )
+    return Plan(*(stages, _ONCE, microbatches, profile.microbatch_size), recompute=True, planner="streamed")
 
 
 def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> Iterator[Plan]:

@@ -20,13 +20,7 @@ from torch.optim import Optimizer
 from penstock.capturing.model_forms import ModelInputs
 from penstock.capturing.module_copies import Copies
 from penstock.capturing.operators import OperatorCounter
-from penstock.capturing.preservation import (
-    KeptObjects,
-    KeptParameters,
-    generator_states,
-    kept_generators,
-    kept_tensors,
-)
+from penstock.capturing.preservation import KeptObjects, KeptParameters, generator_states, kept_generators, kept_tensors
 from penstock.capturing.randomness import microbatch_seed, seed_all
 from penstock.capturing.read_names import FunctionModule, modules_read
 from penstock.capturing.sampled_models import chain_of_copies

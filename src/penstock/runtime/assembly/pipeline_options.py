@@ -42,7 +42,7 @@ def _is_plan(value: object) -> bool:
 _MODEL_RULES: Mapping[str, Rule[Any]] = {
     "init_fn": function(
         ("name", "tensor"), "pass one such as penstock.reset_parameters(model), which asks the modules themselves"
-    ).optional,
+    ).optional
 }
 _PLAN_RULES: Mapping[str, Rule[Any]] = {
     "plan": Rule(

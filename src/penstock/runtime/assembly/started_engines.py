@@ -157,13 +157,7 @@ def make_workers(
         scaler = LossScaler(recipe.scaling) if recipe.scaling else None
         gradients = Gradients(rank, schedule, own, norms if schedule.norms else None, scaler)
         heads = {
-            index: LossHead(
-                rank,
-                chain,
-                recipe.loss_fn,
-                gradients.weigh,
-                checks=recipe.checks_losses,
-            )
+            index: LossHead(rank, chain, recipe.loss_fn, gradients.weigh, checks=recipe.checks_losses)
             for index in own
             if index == schedule.stages - 1
         }
@@ -341,10 +335,7 @@ def build_stages(
             if schedule.gathers and len(group) > 1 and not any(other in ranks for other in group if other != rank):
                 owners = assign_owners(weights.trained, loads)
                 shares = WeightShares(
-                    *(transport, group, rank, index),
-                    owners=owners,
-                    stepped=weights.stepped,
-                    norms=len(counted[index]),
+                    *(transport, group, rank, index), owners=owners, stepped=weights.stepped, norms=len(counted[index])
                 )
             if len(group) > 1:
                 reducer = _reducer(

@@ -224,12 +224,7 @@ class BatchSplitter:
         return tuple(made)
 
     def _check_unweighed(
-        self,
-        chain: LayerChain,
-        given: Sequence[tuple[Any, Any]],
-        made: Sequence[Microbatch],
-        slices: int,
-        counts: bool,
+        self, chain: LayerChain, given: Sequence[tuple[Any, Any]], made: Sequence[Microbatch], slices: int, counts: bool
     ) -> None:
         """Raises `PenstockError` if the samples of `made` may not weigh the same, and no loss_weight says how much.
         `counts`: whether a mean over labels would weigh them.

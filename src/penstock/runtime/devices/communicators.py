@@ -145,9 +145,7 @@ def without_monitor() -> AbstractContextManager[None]:
     an error that the script may have caught, and would write a record of all ranks before, with a lock that sends take.
     """
     return _environment(
-        TORCH_NCCL_ENABLE_MONITORING="0",
-        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1",
+        TORCH_NCCL_ENABLE_MONITORING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="1"
     )
 
 

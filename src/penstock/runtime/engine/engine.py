@@ -25,12 +25,7 @@ from penstock.runtime.engine.gradients import LossScales
 from penstock.runtime.engine.local_stage import LocalStages, ReplicaChecksums, share_buffers
 from penstock.runtime.engine.loss_head import LateLosses
 from penstock.runtime.engine.snapshots import REST, Collect, Snapshot
-from penstock.runtime.engine.step_records import (
-    KEPT_MINIBATCHES,
-    Speed,
-    StepRecord,
-    measure_speed,
-)
+from penstock.runtime.engine.step_records import KEPT_MINIBATCHES, Speed, StepRecord, measure_speed
 from penstock.runtime.engine.worker import Worker
 from penstock.runtime.parameters.shards import assign
 from penstock.runtime.parameters.weight_versions import VersionedWeights

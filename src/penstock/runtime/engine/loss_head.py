@@ -80,11 +80,7 @@ class LossHead:
         return layer_runner(None, compute_loss, outputs) if layer_runner else compute_loss(*outputs)
 
     def compute(
-        self,
-        microbatch: Microbatch,
-        metrics: dict[str, Tensor],
-        *outputs: Tensor,
-        module: StageModule | None = None,
+        self, microbatch: Microbatch, metrics: dict[str, Tensor], *outputs: Tensor, module: StageModule | None = None
     ) -> tuple[Tensor]:
         """The loss of a forward that returned `outputs`; the metrics that `loss_fn` returned beside it go to
         `metrics`. At the first forward of `module` in training it raises `PenstockError` if the loss takes gradients of

@@ -127,12 +127,7 @@ class GradientNorms:
         self._vectors[stage, version] = shares.sum_norms(self._vectors[stage, version])
 
     def add(
-        self,
-        stage: int,
-        version: int,
-        gradients: Mapping[str, Tensor],
-        scale: float,
-        of: Collection[str] | None = None,
+        self, stage: int, version: int, gradients: Mapping[str, Tensor], scale: float, of: Collection[str] | None = None
     ) -> None:
         """Adds the vector of this rank's `stage`, made from its final `gradients`. `scale`: of the losses. `of`: the
         parameters that are not zero in it, by default all.

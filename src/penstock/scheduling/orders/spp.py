@@ -38,10 +38,7 @@ def _most_in_flight(shape: PipelineShape, stage: int) -> int:
 
 def guarantees(shape: PipelineShape) -> Guarantees:
     """One version; without replicas min(m, 4(p - 1 - s) + 1) microbatches are in flight on stage s."""
-    return Guarantees.of(
-        shape,
-        in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)),
-    )
+    return Guarantees.of(shape, in_flight=tuple(_most_in_flight(shape, stage) for stage in range(shape.stages)))
 
 
 SPP = ScheduleDefinition("spp", order, guarantees)

@@ -34,11 +34,5 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
 
 V_HALF = ScheduleDefinition(
-    "v-half",
-    order,
-    guarantees,
-    check_folded,
-    layout=StageLayout.V_SHAPE,
-    splits_backward=True,
-    saves_memory=True,
+    "v-half", order, guarantees, check_folded, layout=StageLayout.V_SHAPE, splits_backward=True, saves_memory=True
 )

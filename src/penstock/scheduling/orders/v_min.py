@@ -34,11 +34,5 @@ def guarantees(shape: PipelineShape) -> Guarantees:
 
 
 V_MIN = ScheduleDefinition(
-    "v-min",
-    order,
-    guarantees,
-    check_folded,
-    layout=StageLayout.V_SHAPE,
-    splits_backward=True,
-    saves_memory=True,
+    "v-min", order, guarantees, check_folded, layout=StageLayout.V_SHAPE, splits_backward=True, saves_memory=True
 )

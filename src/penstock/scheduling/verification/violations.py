@@ -97,11 +97,7 @@ def collect(schedule: Schedule, minibatches: int, programs_of: Sequence[Programs
     programs = tuple(tuple(row) for row in rows)
     placement = schedule.placement.first_replicas if schedule.placement.split else schedule.placement
     return StagedPrograms(
-        schedule=schedule,
-        minibatches=minibatches,
-        programs=programs,
-        ends=tuple(ends),
-        placement=placement,
+        schedule=schedule, minibatches=minibatches, programs=programs, ends=tuple(ends), placement=placement
     )
 
 
