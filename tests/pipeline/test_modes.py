@@ -80,8 +80,10 @@ class Averaged(Net):
                 average.lerp_(parameter.detach(), 0.5)
 
 
-class Normed(Net):
-    """Its BatchNorm stays in training mode."""
+class WithNorm(nn.Module):
+    """Its BatchNorm stays in the mode `trains`."""
+
+    trains: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,27 +91,19 @@ class Normed(Net):
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
-        self.norm.train(True)
+        self.norm.train(self.trains)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.norm(x))  # type: ignore[misc]
 
 
-class NormedLayer(Layer):
-    """The same in a block, and its BatchNorm stays in evaluation mode."""
+class Normed(WithNorm, Net):
+    trains = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
 
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self.norm.train(False)
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+class NormedLayer(WithNorm, Layer):
+    trains = False
 
 
 class Scaled(Net):

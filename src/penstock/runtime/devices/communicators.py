@@ -150,9 +150,7 @@ def without_monitor() -> AbstractContextManager[None]:
 
 
 def nccl_failure(communicator: Any) -> str:
-    """Describes the error that PyTorch has found in `communicator`, one that `connect_nccl` made; empty if there is
-    none.
-    """
+    """Describes the error that PyTorch has found in `communicator`, from `connect_nccl`; empty if there is none."""
     error = communicator.get_error()
     return "" if error.name == "SUCCESS" else f"NCCL: {error}"
 

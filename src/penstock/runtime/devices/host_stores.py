@@ -23,6 +23,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -138,7 +139,8 @@ class FileStore(MemoryStore):
         """By the address of what is mapped, its first byte in the file."""
         self._touched: dict[Any, list[_Span]] = {os.pwrite: [], _read: []}
         """What was written and read, and may have pages in memory."""
-        self.staging = ThreadStaging(self._write_home, self._read_home)
+        write = partial(self._pass_home, os.pwrite)
+        self.staging = ThreadStaging(write, lambda tensor, home: self._pass_home(_read, home, tensor))
 
     def memory(self, layout: Layout) -> Tensor:
         shape, strides, dtype = layout
@@ -173,8 +175,7 @@ class FileStore(MemoryStore):
 
     def check(self) -> None:
         # The next write would make a short file longer again, with zeros for what is lost. Read before the file grows.
-        expected = self._size
-        if (found := os.fstat(self._file.fileno()).st_size) < expected:
+        if (expected := self._size) > (found := os.fstat(self._file.fileno()).st_size):
             raise PenstockError(
                 f"offload_to={str(self._directory)!r}: expected {expected} bytes in the file without a name there "
                 f"(descriptor {self._file.fileno()} of process {os.getpid()}), found {found}: it was truncated, and "
@@ -183,12 +184,6 @@ class FileStore(MemoryStore):
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.data_ptr() in self._homes
-
-    def _write_home(self, home: Tensor, tensor: Tensor) -> None:
-        self._pass_home(os.pwrite, home, tensor)
-
-    def _read_home(self, tensor: Tensor, home: Tensor) -> None:
-        self._pass_home(_read, home, tensor)
 
     def _pass_home(self, move: Callable[[int, Any, int], int], home: Tensor, tensor: Tensor) -> None:
         """In the thread of `move`."""
@@ -232,8 +227,7 @@ class FileStore(MemoryStore):
 
 
 def _read(file: int, memory: memoryview, start: int) -> int:
-    found = os.preadv(file, [memory], start)
-    if not found:
+    if not (found := os.preadv(file, [memory], start)):
         raise OSError(0, "the file ends too early")
     return found
 
