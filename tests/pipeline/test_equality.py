@@ -79,7 +79,7 @@ def test_the_oracle_trains_alike_under_all_schedules_that_flush(subject: str) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_option_in_one_process(schedule: str) -> None:
-    """Those that several processes train are left to the nightly run."""
+    """The nightly run has the trainings that several processes train."""
     for training in COVERING:
         if training.schedule == schedule and training not in IN_PROCESSES:
             assert_runs(training, run_here(training))

@@ -96,18 +96,8 @@ def faults_in_python(text: str, nodes: Iterable[ast.AST]) -> list[str]:
     return found
 
 
-def _may_have_faults(text: str) -> bool:
-    """Whether a word, a phrase or a docstring of the source is a fault wherever it stands. Few files are parsed."""
-    joined = re.sub(r"[\"']\s*\n\s*[a-z]?[\"']", "", text)
-    words = {*re.findall(r"[A-Za-z]+", joined), *re.findall(r"[A-Z]?[a-z]+", joined)}
-    fragment = re.search(rf"[\"']\s*{_FRAGMENT.pattern}", text)
-    return fragment is not None or _PHRASES.search(joined) is not None or any(map(_is_faulty, words))
-
-
 def faults_in(text: str) -> list[str]:
     """All that is wrong in a module."""
-    if not _may_have_faults(text):
-        return []
     nodes = tuple(ast.walk(ast.parse(text)))
     return faults_in_python(text, nodes) + faults_in_names(nodes)
 

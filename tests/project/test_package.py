@@ -166,13 +166,10 @@ def test_links_for_language_models_lead_to_files() -> None:
 
 
 def test_ci_runs_the_core_which_is_there() -> None:
-    """pytest says of a file that is missing only that, and runs nothing."""
     named = (ROOT / "tests" / "core.txt").read_text().splitlines()
-    jobs = [
-        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
-        for name in ("nightly", "test")
-    ]
-    runs = [str([step.get("run") for step in job["steps"]]) for job in (jobs[0]["torch"], jobs[1]["core"])]
+    flows = ROOT / ".github" / "workflows"
+    nightly, test = (yaml.safe_load((flows / f"{name}.yml").read_text())["jobs"] for name in ("nightly", "test"))
+    runs = [str([step.get("run") for step in job["steps"]]) for job in (nightly["torch"], test["core"])]
 
     assert [name for name in named if not (ROOT / name.partition("::")[0]).exists()] == []
     assert "tests/torch_internals" in named and all("@tests/core.txt" in run for run in runs)
