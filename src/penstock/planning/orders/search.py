@@ -10,8 +10,8 @@ More memory should not give a slower order: stages and orders are also sought un
 depends on the stages alone; what is found there counts, and the best goes on under the limit itself. A lower limit
 whose bound is above what is known is left out. So are some of large orders, for lack of time; and the last moves, under
 the limit itself, are of that limit only: what they find under a lower limit by luck a search under a higher one may
-miss (1 of 27 random problems, a step 1 % longer). A frontier keeps what is faster than all with as little memory. The
-search draws from fixed seeds: the same question has the same answer.
+miss (1 of 27 random problems without moves of cuts: 1 % longer). A frontier keeps what is faster than all with as
+little memory. The search draws from fixed seeds: the same question has the same answer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +35,9 @@ from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
 _IMPROVED = 2
-"""The seeds that are improved, each of another step and another choice of split backwards or limits ..."""
+"""The seeds that are improved, each of another step and another choice of split backwards or limits."""
 _NEAR = 1.02
-"""... unless one takes longer than what was found by this factor: there is more to gain by more moves on that."""
+"""A seed whose step takes longer than the best that was found by this factor is left: moves on the best gain more."""
 
 _RULES = {
     "plan": instance(Plan, "a penstock.Plan", "make one with penstock.plan or Plan.balanced"),
