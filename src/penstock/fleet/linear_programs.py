@@ -231,10 +231,10 @@ def _shrunk(rows: Floats, problem: Problem) -> Floats:
     busy = rows[: len(problem.jobs)].sum(axis=1)
     for index, pair in enumerate(problem.pairs):
         busy[list(pair.jobs)] += rows[len(problem.jobs) + index].sum()
-    worst = max(1.0, float(busy.max()))
+    worst, sizes = max(1.0, float(busy.max())), problem.sizes()
     for name, workers in problem.pools.items():
         columns = [j for j, kind in enumerate(problem.kinds) if kind.devices == name]
-        worst = max(worst, float((rows[:, columns].sum(axis=1) * problem.sizes()).sum()) / workers)
+        worst = max(worst, float((rows[:, columns].sum(axis=1) * sizes).sum()) / workers)
     return rows / worst
 
 
