@@ -151,8 +151,8 @@ class LimitedSearch:
         """The best order that leads on from `start`, if it can be repeated, and those before it while none fits."""
         short = shortened(start.costs)
         score = partial(whole_score, start.costs)
-        rounds = [start.seed, *moved_in_rounds(short, start.seed, min(most[0], most[1] // short.operations), *most[2:])]
-        for seed in rounds[:0:-1] or rounds:
+        rounds = [*moved_in_rounds(short, start.seed, min(most[0], most[1] // short.operations), *most[2:])]
+        for seed in reversed(rounds or [start.seed]):
             best = min((seed, *spread_weights(short, seed)), key=score)
             if score(best) < inf:
                 made = replace(start, seed=best, judged=self.stages.judge(self.stages.plan_of(start.costs, best)))
