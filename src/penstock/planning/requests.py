@@ -1,4 +1,4 @@
-"""The options of a planner, besides the profile and the cluster.
+"""The names of the planners, and their options besides the profile and the cluster.
 
 All planners share them. One checked value holds them, so that no option is checked twice or passed one by one through
 every call.
