@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -242,6 +243,12 @@ def test_a_signal_reaches_the_trainings_that_are_left(tmp_path: Path, last: str)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Makes the last stage the slowest one on every machine, so that `replan` moves the cut."""
+    time.sleep(0.02)
+    return torch.nn.functional.mse_loss(output, target)
+
+
 @pytest.mark.parametrize("moment", ["before", "while it is built again"])
 def test_a_signal_around_a_replan_is_not_lost(tmp_path: Path, moment: str) -> None:
     built: list[int] = []
@@ -251,7 +258,7 @@ def test_a_signal_around_a_replan_is_not_lost(tmp_path: Path, moment: str) -> No
             os.kill(os.getpid(), signal.SIGTERM)
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    pipe = make(tmp_path / "run", optimizer=optimizer)
+    pipe = make(tmp_path / "run", optimizer=optimizer, loss_fn=slow_loss)
     for _ in range(8):
         step(pipe)
     cut = pipe.plan.stages
@@ -281,7 +288,7 @@ def test_a_pipeline_that_is_built_again_keeps_its_directories(tmp_path: Path) ->
                     refused.append(name)
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    pipe = make(tmp_path / "run", optimizer=optimizer)
+    pipe = make(tmp_path / "run", optimizer=optimizer, loss_fn=slow_loss)
     for _ in range(8):
         step(pipe)
     refused.clear()
