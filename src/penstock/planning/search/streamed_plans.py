@@ -138,8 +138,11 @@ def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanCo
         while high - low > 1:
             middle = (low + high) // 2 if low >= 0 else 0
             made = _judge(replace(plan, schedule=definition), middle, profile, cluster, constraints)
-            low, high = (low, middle) if made is None else (middle, high)
-            yield from filter(None, (made,))
+            if made is None:
+                high = middle
+            else:
+                low = middle
+                yield made
         if low >= 0:
             return
 
