@@ -172,8 +172,8 @@ class LimitedSearch:
             over += [start.judged.plan for start in starts]
         for plan in over:
             made = offload_order(stages.name, plan, stages.profile, stages.cluster, self.limits, **stages.options)
-            if made is not None:
-                yield from filter(self.fits, [stages.judge(made)])
+            if made is not None and self.fits(judged := stages.judge(made)):
+                yield judged
 
 
 def moved_in_rounds(costs: OrderCosts, timed: TimedRows, tries: int, put: int, rounds: int) -> Iterator[TimedRows]:

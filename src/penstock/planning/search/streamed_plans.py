@@ -63,15 +63,14 @@ def smallest_streamed(profiles: Sequence[Profile], cluster: Cluster, constraints
 
 def explain_streams(best: Plan, profile: Profile, cluster: Cluster, constraints: PlanConstraints) -> str:
     """What it costs that the stages of `best` are streamed, in a line."""
-    options = constraints.simulator_options
     predicted = prediction_of(best)
     seconds, bound = predicted.minibatch_seconds, predicted.bottleneck_seconds * best.microbatches
-    free = evaluate(replace(best, streamed=False), profile, cluster, **options).minibatch_seconds
+    free = evaluate(replace(best, streamed=False), profile, cluster, **constraints.simulator_options)
     return (
         f"Weights are on the host: those of {len(best.streaming)} of {len(best.stages)} stages come when they are "
-        f"needed, and updates move the state. A step takes {seconds_text(seconds)}, {seconds / free - 1:.0%} more than "
-        f"with everything on devices that had the room, and {seconds / bound - 1:.0%} more than its busiest rank or "
-        f"link works. Limited by: {predicted.limit}."
+        f"needed, and updates move the state. A step takes {seconds_text(seconds)}, "
+        f"{seconds / free.minibatch_seconds - 1:.0%} more than with everything on devices that had the room, and "
+        f"{seconds / bound - 1:.0%} more than its busiest rank or link works. Limited by: {predicted.limit}."
     )
 
 
@@ -138,10 +137,8 @@ def _fullest(plan: Plan, profile: Profile, cluster: Cluster, constraints: PlanCo
         while high - low > 1:
             middle = (low + high) // 2 if low >= 0 else 0
             made = _judge(replace(plan, schedule=definition), middle, profile, cluster, constraints)
-            if made is None:
-                high = middle
-            else:
-                low = middle
+            low, high = (low, middle) if made is None else (middle, high)
+            if made is not None:
                 yield made
         if low >= 0:
             return
