@@ -71,7 +71,11 @@ class Gradients:
         the microbatch, its share of the minibatch.
         """
         groups = [schedule.placement.stages[stage] for stage in stages]
-        self._sums_early = frozenset(s for s in stages if groups.count(schedule.placement.stages[s]) == 1)
+        self._sums_early = frozenset(
+            stage
+            for (stage, held), group in zip(stages.items(), groups, strict=True)
+            if groups.count(group) == 1 or (held.reducer is not None and held.reducer.in_backward)
+        )
         """The stages whose sums over replicas may begin within a backward. Where the same ranks sum for several stages,
         the n-th sums of all belong together, and replicas may end the backwards of the stages in different orders.
         """

@@ -135,6 +135,9 @@ class Reducer:
     device. `now`: reads the clock. `owners`: by parameter, the place in `group` of the only rank that receives its sum.
     """
 
+    in_backward = False
+    """Whether all sums are made within the last backward, in one order on all replicas."""
+
     def __init__(
         self,
         transport: Transport,
@@ -270,6 +273,9 @@ class ShardedReducer(Reducer):
 
     `parameters`: those of the other modules, which are summed as in any replicated stage.
     """
+
+    in_backward = True
+    """All replicas have equally many microbatches, and so the same program."""
 
     def __init__(
         self,
