@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import Cluster, DeviceKind, LayerProfile, Plan, Profile
-from penstock.planning import limit_order
+from penstock.planning import find_order, limit_order
 from penstock.scheduling import define_by_programs
 from penstock.simulating import evaluate
 from support.directed_links import directed_cluster
@@ -121,3 +121,23 @@ def test_any_limit_holds_that_one_microbatch_at_a_time_leaves(
     penstock.verify(penstock.schedule(held))
     peaks = evaluate(held, profile, free).peak_bytes
     assert all(peak <= memory for peak, memory in zip(peaks, memories, strict=True))
+
+
+@pytest.mark.parametrize("seed", [2, 6, 8])
+def test_an_order_is_found_wherever_one_is_limited_and_is_no_slower(seed: int) -> None:
+    """Messages that take as much as what stages save: a rank that runs ahead of another fills it."""
+    draw = Random(seed)
+    ranks, per_rank = draw.choice([2, 3, 4]), draw.choice([1, 2])
+    stages = ranks * per_rank
+    rows = [(draw.uniform(0.5, 3), draw.uniform(1, 6), draw.choice([1.0, 4.0, 8.0])) for _ in range(stages)]
+    profile = Profile(tuple(LayerProfile(str(i), f, b, cut, 4.0, 0.0) for i, (f, b, cut) in enumerate(rows)), 1)
+    plan = Plan.uniform(stages, stages, "zb-v" if per_rank == 2 else "1f1b-flush", 2 * ranks, per_rank)
+    cluster = Cluster.uniform(ranks, 5.0)
+    least = max(evaluate(one_at_a_time(plan), profile, cluster).peak_bytes)
+    for share in (1.0, 1.4):
+        found = find_order(plan, profile, cluster, memory_bytes=share * least).plan.predicted
+        limited = limit_order(plan, profile, cluster, memory_bytes=share * least).predicted
+
+        assert found is not None and limited is not None
+        assert max(found.peak_bytes) <= share * least * (1 + 1e-9)
+        assert found.minibatch_seconds <= limited.minibatch_seconds * (1 + 1e-9)

@@ -114,7 +114,7 @@ def moved_starts(search: LimitedSearch, given: Sequence[Start], moves: StageMove
         if is_last and given:
             tried += [*given, *recomputed(search, given[0], moves)]
         elif is_last or turn % _SELDOM == 0 or not found:
-            tried += anew(rung, moves)
+            tried += anew(rung, moves, delays=is_last)
         reached = [descended(start, moves, _MOVED_STAGES[is_last]) for start in tried]
         found += [min(reached, key=seconds_of)] if reached else []
     return found

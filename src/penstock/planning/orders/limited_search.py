@@ -14,8 +14,8 @@ from penstock.planning.orders.bounds import bound_of
 from penstock.planning.orders.judged_stages import Judged, JudgedStages, named_plans
 from penstock.planning.orders.local_moves import improve
 from penstock.planning.orders.offloads import offload_order
-from penstock.planning.orders.rows import ROUNDING, OrderCosts, TimedRows, repeated, time_rows
-from penstock.planning.orders.seeds import find_seeds, quick_seeds, spread_weights
+from penstock.planning.orders.rows import ROUNDING, OrderCosts, Rows, TimedRows, repeated, rows_of, time_rows
+from penstock.planning.orders.seeds import delay_rows, find_seeds, quick_seeds, spread_weights
 from penstock.planning.orders.window_moves import rearrange
 from penstock.values.plans import Plan, schedule
 
@@ -27,7 +27,7 @@ _GAIN = 1e-3
 """Moves go on in another round while one shortens the step by this share."""
 _JUDGED, _JUDGED_OPERATIONS = 4, 600
 """The most seeds of each kind that the simulator judges, and of how many operations together."""
-ROUNDS = 5
+_ROUNDS = 5
 """How often limits are lowered by what the simulator found above them: links and messages take bytes, too."""
 _FEWER = 0.8
 """The share of a limit under which orders of several stages per rank are sought, too."""
@@ -114,7 +114,7 @@ class LimitedSearch:
         self, costs: OrderCosts, seeds_of: Callable[[JudgedStages, OrderCosts], list[TimedRows]]
     ) -> Iterator[Start]:
         """The best seed that fits. Where messages and workspace take more than was known, under lower limits."""
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             score = partial(whole_score, costs)
             seeds = sorted(seeds_of(self.stages, shortened(costs))[:_LOOKED_AT], key=score)
             made = [
@@ -146,6 +146,50 @@ class LimitedSearch:
             if len(starts) >= self._judged:
                 break
         return sorted(starts, key=seconds_of)[:1]
+
+    def least_delayed(self) -> list[Start]:
+        """The named order that takes the least memory, delayed until it fits; nothing if it fits as it is.
+
+        It fits wherever one microbatch at a time does, also where links and messages take more than `starts` expects.
+        """
+        named = min(self.stages.named, key=lambda each: max(each.peaks), default=None)
+        return [] if named is None or self.fits(named) else self.delayed(named)
+
+    def delayed(self, named: Judged) -> list[Start]:
+        """The order of `named` delayed until it fits: as it is, with whole backwards, or one microbatch at a time."""
+        made = schedule(named.plan)
+        whole = frozenset(stage for stage, late in enumerate(made.guarantees.pending_weight_backwards) if not late)
+        rows = rows_of(made, whole)
+        if rows is None:
+            return []
+        costs = self.stages.costs(whole, self.limits)
+        room = zip(self.limits, named.peaks, rows, strict=True)
+        own = replace(costs, limits=tuple(limit - peak + costs.peak(row) for limit, peak, row in room))
+        joined = replace(own, whole=frozenset(range(costs.stages)))
+        # One microbatch in flight: no rank runs ahead of another, so that no message waits.
+        alone = replace(joined, saved=(1.0,) * costs.stages, freed=(), limits=tuple(map(len, costs.held)))
+        for tried in (own, joined, alone):
+            starts = [each for overtakes in (False, True) for each in self._delays(tried, rows, overtakes=overtakes)]
+            if starts:
+                return starts
+        return []
+
+    def _delays(self, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[Start]:
+        """The plan with `rows` delayed until it fits, under lower limits where that takes more than was known."""
+        before: tuple[float, ...] = ()
+        for _ in range(_ROUNDS):
+            limits = tuple(map(max, costs.limits, costs.least))
+            if limits == before:
+                return
+            costs, before = replace(costs, limits=limits), limits
+            timed = min(delay_rows(costs, rows, overtakes=overtakes), key=lambda each: each.score, default=None)
+            if timed is None:
+                return
+            judged = self.stages.judge(self.stages.plan_of(costs, timed))
+            if self.fits(judged):
+                yield Start(self, costs, timed, judged)
+                return
+            costs = replace(costs, limits=tuple(self.lowered(costs, judged, timed)))
 
     def improved(self, start: Start, most: tuple[int, int, int, int] = THOROUGH) -> Iterator[Start]:
         """The best order that leads on from `start`, if it can be repeated, and those before it while none fits."""

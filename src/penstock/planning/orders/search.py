@@ -14,7 +14,7 @@ miss (1 of 27 random problems without moves of cuts: 1 % longer). A frontier kee
 little memory. The search draws from fixed seeds: the same question has the same answer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Unpack
@@ -24,13 +24,11 @@ from penstock.errors import PlanError
 from penstock.planning.orders.bounds import Bound
 from penstock.planning.orders.judged_stages import Judged, JudgedStages
 from penstock.planning.orders.ladder import moved_starts, starts_below
-from penstock.planning.orders.limited_search import ROUNDS, LimitedSearch, Start, all_seeds, seconds_of, shortened
+from penstock.planning.orders.limited_search import LimitedSearch, all_seeds, seconds_of, shortened
 from penstock.planning.orders.local_moves import StageMoves
-from penstock.planning.orders.rows import OrderCosts, Rows, rows_of
-from penstock.planning.orders.seeds import delay_rows
 from penstock.simulating.assumptions import Options
 from penstock.values.clusters import CLUSTER, Cluster
-from penstock.values.plans import Plan, schedule
+from penstock.values.plans import Plan
 from penstock.values.profiles import Profile
 from penstock.values.quantities import bytes_text, seconds_text, table_lines
 
@@ -132,6 +130,7 @@ def _limits(plan: Plan, cluster: Cluster, memory_bytes: float | None) -> tuple[f
 def _find(search: LimitedSearch, moves: StageMoves) -> FoundOrder:
     """The best of all orders, and of the stages that `moves` lead to."""
     starts = [start for costs in search.all_costs(search.room) for start in search.starts(costs, all_seeds)]
+    starts += search.least_delayed()
     # Those that take equally long are mostly the same; the first has the most memory.
     starts = sorted({start.judged.seconds: start for start in starts[::-1]}.values(), key=seconds_of)
     moved = moved_starts(search, starts[:1], moves) if moves.cuts or moves.recomputation else []
@@ -169,46 +168,18 @@ def _limited(search: LimitedSearch) -> Plan:
     named = stages.judge(stages.plan)
     if search.fits(named):
         return named.plan
-    made = schedule(stages.plan)
-    whole = frozenset(stage for stage, late in enumerate(made.guarantees.pending_weight_backwards) if not late)
-    rows = rows_of(made, whole)
-    assert rows is not None, "backwards of these stages are whole"
-    costs = stages.costs(whole, search.limits)
-    room = zip(search.limits, named.peaks, rows, strict=True)
-    own = replace(costs, limits=tuple(limit - peak + costs.peak(row) for limit, peak, row in room))
-    joined = replace(own, whole=frozenset(range(costs.stages)))
-    # One microbatch in flight: no rank runs ahead of another, so that no message waits.
-    alone = replace(joined, saved=(1.0,) * costs.stages, freed=(), limits=tuple(map(len, costs.held)))
-    for tried in (own, joined, alone):
-        starts = [each for overtakes in (False, True) for each in _delayed(search, tried, rows, overtakes=overtakes)]
-        if starts:
-            start = min(starts, key=seconds_of)
-            improved = search.improved(start) if shortened(start.costs) is start.costs else iter(())
-            return min((start, *(each for each in improved if search.fits(each.judged))), key=seconds_of).judged.plan
+    starts = search.delayed(named)
+    if starts:
+        start = min(starts, key=seconds_of)
+        improved = search.improved(start) if shortened(start.costs) is start.costs else iter(())
+        return min((start, *(each for each in improved if search.fits(each.judged))), key=seconds_of).judged.plan
     rank = max(range(len(search.limits)), key=lambda rank: named.peaks[rank] / search.limits[rank])
     raise PlanError(
-        f"limit_order: expected an order of {made.name} that takes at most {bytes_text(search.limits[rank])} on rank "
-        f"{rank}, found none; as it is it takes {bytes_text(named.peaks[rank])}, and one microbatch at a time "
-        "takes more than there is, too. Give more memory, smaller microbatches, other stages, or recompute=True"
+        f"limit_order: expected an order of {stages.plan.schedule} that takes at most "
+        f"{bytes_text(search.limits[rank])} on rank {rank}, found none; as it is it takes "
+        f"{bytes_text(named.peaks[rank])}, and one microbatch at a time takes more than there is, too. Give more "
+        "memory, smaller microbatches, other stages, or recompute=True"
     )
-
-
-def _delayed(search: LimitedSearch, costs: OrderCosts, rows: Rows, *, overtakes: bool) -> Iterator[Start]:
-    """The plan with `rows` delayed until it fits, under lower limits where that takes more than was known."""
-    before: tuple[float, ...] = ()
-    for _ in range(ROUNDS):
-        limits = tuple(map(max, costs.limits, costs.least))
-        if limits == before:
-            return
-        costs, before = replace(costs, limits=limits), limits
-        timed = min(delay_rows(costs, rows, overtakes=overtakes), key=lambda each: each.score, default=None)
-        if timed is None:
-            return
-        judged = search.stages.judge(search.stages.plan_of(costs, timed))
-        if search.fits(judged):
-            yield Start(search, costs, timed, judged)
-            return
-        costs = replace(costs, limits=tuple(search.lowered(costs, judged, timed)))
 
 
 def _explain(best: Judged, judged: Sequence[Judged], bound: Bound, fits: Callable[[Judged], bool]) -> str:

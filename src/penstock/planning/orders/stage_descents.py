@@ -79,14 +79,19 @@ def recomputed(search: LimitedSearch, best: Start, moves: StageMoves) -> list[St
     return [start for start in found if start.judged.seconds < most]
 
 
-def anew(search: LimitedSearch, moves: StageMoves) -> list[Start]:
-    """Starts for these stages, and for the same with all of them recomputing; for roomier ones if nothing fits."""
+def anew(search: LimitedSearch, moves: StageMoves, *, delays: bool) -> list[Start]:
+    """Starts for these stages, and for the same with all of them recomputing; for roomier ones if nothing fits.
+
+    `delays`: a named order is delayed where no other start fits.
+    """
     plan, asked = search.stages.plan, [search]
     if moves.recomputation and plan.recompute is not True:
         asked.append(search.with_plan(replace(plan, recompute=True)))
     starts = [start for each in asked for start in each.quick_start()]
+    if delays and not starts:
+        starts = [start for each in asked if _fullest(each) <= 1 for start in each.least_delayed()]
     other = None if starts else _roomier(search, moves)
-    return starts if other is None else anew(other, moves)
+    return starts if other is None else anew(other, moves, delays=delays)
 
 
 def _roomier(search: LimitedSearch, moves: StageMoves) -> LimitedSearch | None:
