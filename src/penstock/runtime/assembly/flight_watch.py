@@ -5,8 +5,8 @@ keeps the other from going on.
 
 `faulthandler` writes the Python stacks, in C. At SIGUSR2 its handler does so at once, even if a library holds the
 interpreter's lock; Python's own handlers would run only when the main thread executes Python again. For a record it
-does so while all threads stand still. Walking the frame objects of a thread that runs crashes Python 3.11 now and then
-(segmentation fault in `frame.f_back`).
+does so under Python 3.11, where walking the frame objects of a thread that runs ends the process now and then
+(segmentation fault in `frame.f_back`). Under later versions frames are walked: there `faulthandler` ends it (3.13.0).
 """
 
 import atexit
@@ -26,7 +26,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 
 import torch
 
@@ -58,6 +60,7 @@ _log = logging.getLogger("penstock")
 _FRAMES = 40
 _LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen")
 """Where files lie that are not the user's own. Installed packages lie below the second."""
+_WRITTEN = sys.version_info < (3, 12)
 _THREAD = re.compile(r"(?:Thread|Current thread) (0x[0-9a-f]+) .*")
 _CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -317,9 +320,18 @@ def stacks_of_threads(training: int) -> tuple[ThreadRecord, ...]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return tuple(
         ThreadRecord(names.get(ident, f"thread {ident}"), ident == training, frames)
-        for ident, frames in _read_stacks(_written_stacks()).items()
+        for ident, frames in (_read_stacks(_written_stacks()) if _WRITTEN else _walked_stacks()).items()
         if ident != threading.get_ident()
     )
+
+
+def _walked_stacks() -> dict[int, tuple[Frame, ...]]:
+    """As `_read_stacks`."""
+    walked = ((ident, islice(walk_stack(frame), _FRAMES)) for ident, frame in sys._current_frames().items())
+    return {
+        ident: tuple(reversed([_call(f.f_code.co_filename, line or 0, f.f_code.co_name) for f, line in frames]))
+        for ident, frames in walked
+    }
 
 
 def _written_stacks() -> str:
@@ -337,10 +349,12 @@ def _read_stacks(text: str) -> dict[int, tuple[Frame, ...]]:
         if thread := _THREAD.fullmatch(line):
             calls = stacks.setdefault(int(thread[1], 16), [])
         elif (call := _CALL.fullmatch(line)) and len(calls) < _FRAMES:
-            file, number = call[1], int(call[2]) if call[2].isdigit() else 0
-            code = linecache.getline(file, number).strip()
-            calls.append(Frame(file, number, call[3], code, file.startswith(_LIBRARIES)))
+            calls.append(_call(call[1], int(call[2]) if call[2].isdigit() else 0, call[3]))
     return {ident: tuple(reversed(calls)) for ident, calls in stacks.items()}
+
+
+def _call(file: str, line: int, function: str) -> Frame:
+    return Frame(file, line, function, linecache.getline(file, line).strip(), file.startswith(_LIBRARIES))
 
 
 def _is_free() -> bool:
