@@ -5,8 +5,10 @@ planning, schedules, simulation, pictures) can be imported on a machine without 
 not have is refused with the nearest one.
 """
 
+import os
+import sys
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -156,6 +158,12 @@ _VALUES = ("model_loss", "reset_parameters", "token_count")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Where several processes have not met, or no longer, one tells an error, and the others a line each."""
+    if not import_module("penstock.runtime.collectives.one_screen").show_alone(error):
+        sys.__excepthook__(kind, error, trace)
+
+
 def __getattr__(name: str) -> object:
     if name == "integrations":
         return import_module("penstock.integrations")
@@ -163,7 +171,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     value = getattr(import_module(f"penstock.{_HOMES[name]}"), name)
     from penstock.arguments import explained
+    from penstock.runtime.devices.process_hooks import hooks_allowed
 
+    if os.environ.get("WORLD_SIZE", "1") != "1" and sys.excepthook is sys.__excepthook__ and hooks_allowed():
+        sys.excepthook = _show_uncaught
     if isinstance(value, FunctionType) and name not in _VALUES:
         value = explained(value)
     elif "__init__" in vars(value) and not issubclass(value, Exception):

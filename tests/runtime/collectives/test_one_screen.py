@@ -32,6 +32,8 @@ def main(way):
         options["sample"] = (torch.zeros(2, 5),)
     if way == "argument":
         options["schedule"] = "1f1b-flash"
+    if way == "file":
+        penstock.Plan.load("no.yaml")
     with penstock.Pipeline(model, optimizer=lambda p: torch.optim.SGD(p, 0.1), **options) as pipe:
         pipe.step(torch.zeros(2, 4), torch.zeros(2, 4))
         if way == "script" or (way == "one" and pipe.rank == 0):
@@ -61,9 +63,14 @@ def start(fork_server: ForkServer, folder: Path, way: str) -> list[str]:
     ("way", "sentence", "own"),
     [
         ("layer", "rank 1 failed in a step: ValueError: the layer is tired", "train.py, line 14, in forward: raise"),
-        ("one", "rank 0 failed outside the pipeline: KeyError: 'no such column'", "train.py, line 28, in main: raise"),
-        ("script", r"rank \d failed outside the pipeline: KeyError: 'no such column'", "train.py, line 28, in main: r"),
-        ("argument", r"rank \d failed building the pipeline: PlanError: ", "train.py, line 25, in main: with pens"),
+        ("one", "rank 0 failed outside the pipeline: KeyError: 'no such column'", "train.py, line 30, in main: raise"),
+        ("script", r"rank \d failed outside the pipeline: KeyError: 'no such column'", "train.py, line 30, in main: r"),
+        ("argument", r"rank \d failed building the pipeline: PlanError: ", "train.py, line 27, in main: with pens"),
+        (
+            "file",
+            "rank 0 failed outside the pipeline: PlanError: no.yaml: no such file",
+            "train.py, line 26, in main: ",
+        ),
         ("sample", r"rank \d failed building the pipeline: CaptureError: ", "train.py, line 15, in forward: return"),
     ],
 )

@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import torch
@@ -31,13 +32,27 @@ _REST = "the whole traceback: "
 
 
 def is_wanted(hook: object) -> bool:
-    """Whether errors may be shown on one screen in place of `hook`, Python's own."""
-    return os.environ.get(FULL, "") != "full" and hook is sys.__excepthook__
+    """Whether errors may be shown on one screen in place of `hook`: Python's own, or that of ``penstock/__init__``."""
+    known = hook is sys.__excepthook__ or getattr(hook, "__module__", "") == "penstock"
+    return os.environ.get(FULL, "") != "full" and known
 
 
 def sentence_of(error: BaseException) -> str:
     """The kind and the first line of an error."""
     return visible(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:1000])
+
+
+def are_alike(one: str, other: str) -> bool:
+    """Whether two errors say the same, perhaps with other names and numbers."""
+    return SequenceMatcher(None, one, other, autojunk=False).ratio() > 0.9
+
+
+def show_alone(error: BaseException) -> bool:
+    """`show` without the other ranks: an error of rank 0 is told, and one of another rank is a line."""
+    rank = os.environ.get("RANK", "")
+    if not (rank.isdecimal() and isinstance(error, Exception) and is_wanted(sys.__excepthook__)):
+        return False
+    return show(error, int(rank), "outside the pipeline", sentence_of(error) if int(rank) else "")
 
 
 def show(error: BaseException, rank: int, place: str, repeats: str) -> bool:

@@ -278,8 +278,9 @@ class Processes:
                 one_screen.sentence_of(error),
                 getattr(error, "repeats", ""),
             )
-            if not repeats and first is not None and first["rank"] != self.rank and first["sentence"] == said:
-                repeats = f"rank {first['rank']} failed {first['place']}, and so did rank {self.rank}: {said}"
+            other = None if first is None or first["rank"] == self.rank else first
+            if not repeats and other and one_screen.are_alike(other["sentence"], said):
+                repeats = f"rank {other['rank']} failed {other['place']}, and so did rank {self.rank}: {said}"
             if one_screen.show(error, self.rank, vars(error).get(_PLACE, "outside the pipeline"), repeats):
                 return
         self._previous_hook(kind, error, trace)
