@@ -328,7 +328,10 @@ class CallAgreement:
             facts = [(mine, its, advice) for (mine, advice), (its, _) in both if mine and its]
         for mine, its, advice in facts:
             if mine != its:
-                raise TransportError(
+                error = TransportError(
                     f"the ranks are out of step: rank {rank} {mine}, and rank {peer} {its}. Expected the same on all "
                     f"ranks. {advice}"
                 )
+                # The rank that refuses says why.
+                error.repeats = str(error) if one.reason or other.reason else ""
+                raise error
