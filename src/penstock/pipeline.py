@@ -340,7 +340,7 @@ class Pipeline:
             allow=engine.resized,
         )
         trains = check_optimizers(world, self.optimizers, self._parameters(), self._updater.schedulers)
-        self._conditions = StepConditions(modules, trains)
+        self._conditions = StepConditions(modules, self.optimizers, trains)
         self._drain_reminder = remind_to_drain(self, engine, world.rank)
         self._explained = partial(explained_mismatches, spec=self._chain.inputs, sample=model.sample)
         give_hints(modules, self.schedule, world.rank)

@@ -149,3 +149,37 @@ def test_a_ragged_last_batch_has_a_hint_where_batches_are_shuffled(caplog: pytes
 
     (hint,) = hints(caplog)
     assert "2 of 4 samples" in hint
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shares the groups of another optimizer, as Accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_that_steps_nothing_has_a_hint(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    mine = torch.optim.AdamW(model.parameters())
+    pipe = make(model=model)
+    pipe.step(X, Y)
+    pipe.step(X, Y)
+
+    (hint,) = hints(caplog)
+    assert "(AdamW)" in hint
+    assert "pipe.optimizer.param_groups" in hint
+    assert all(parameter.grad is None for group in mine.param_groups for parameter in group["params"])
+
+
+def test_optimizers_of_other_models_and_pipelines_have_no_hint(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    earlier, other = make(model=model), torch.optim.SGD(build().parameters(), lr=0.1)
+    earlier.close()
+    pipe = make(model=model)
+    assert pipe.optimizer is not None
+    around = Wrapper(pipe.optimizer)
+    pipe.step(X, Y)
+
+    assert earlier.optimizer is not None
+    assert other.param_groups is not around.param_groups
+    assert hints(caplog) == []

@@ -34,6 +34,7 @@ from penstock.runtime.batches.microbatches import Microbatch, take_slice
 from penstock.runtime.batches.results import Loss
 from penstock.runtime.engine.call_agreement import CallAgreement
 from penstock.runtime.engine.engine import Engine
+from penstock.runtime.parameters.model_claims import hint_at_other_optimizers
 from penstock.runtime.transport.worlds import World
 from penstock.scheduling.schedules import Schedule
 from penstock.torch_internals import pytrees as pytree
@@ -121,6 +122,8 @@ class FirstBatch:
         """Makes the first step, and compares its gradients after it. Raises as `compare`; for gradients if strict.
         `before`: called between the first comparison and the step.
         """
+        if world.rank == 0:
+            hint_at_other_optimizers(optimizers)
         with old_numbers(self._model):
             self.compare(microbatches, world, engine.calls)
         before()

@@ -240,10 +240,12 @@ def _close_all(waiting: "queue.SimpleQueue[ExitStack | None]") -> None:
 
 
 class StepConditions:
-    """The conditions for steps of a pipeline on `modules`. `trains`: whether any process trains a parameter."""
+    """The conditions for steps of a pipeline on `modules` by its `optimizers`. `trains`: whether any process trains a
+    parameter.
+    """
 
-    def __init__(self, modules: Sequence[nn.Module], trains: bool) -> None:
-        self._claim = ModelClaim(modules)
+    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], trains: bool) -> None:
+        self._claim = ModelClaim(modules, optimizers)
         self._trains, self._averaged = trains, False
 
     @contextmanager

@@ -1,21 +1,26 @@
 """At most one pipeline trains a module: a pipeline that is built on it takes it from the one before.
 
-Two would step the same parameters with optimizers that do not know of each other.
+Two would step the same parameters with optimizers that do not know of each other. An optimizer of the user's that holds
+them steps nothing.
 """
 
+import gc
+import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock.errors import PenstockError
 
 
 class ModelClaim:
-    """The claim of a pipeline to train `modules`, with all modules inside of them."""
+    """The claim of a pipeline to train `modules`, with all modules inside of them, by its `optimizers`."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._superseded = False
+        _OPTIMIZERS.update(optimizers)
         for module in {inner for each in modules for inner in each.modules()}:
             if (earlier := _CLAIMS.get(module, lambda: None)()) is not None:
                 earlier._superseded = True
@@ -37,5 +42,26 @@ def is_claimed(parameter: nn.Parameter) -> bool:
     return any(own is parameter for module in claimed for own in module.parameters(recurse=False))
 
 
+def hint_at_other_optimizers(own: Sequence[Optimizer]) -> None:
+    """Warns of an optimizer that no pipeline has made and that holds parameters of the `own` ones of a pipeline."""
+    held = {id(parameter) for each in own for group in each.param_groups for parameter in group["params"]}
+    groups = {id(group) for each in own for group in each.param_groups}
+    # An object that stands for another one must not be asked for its class.
+    for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)] if held else ():
+        theirs = getattr(each, "param_groups", ())
+        # One that is put around an own one has the same groups.
+        if each in _OPTIMIZERS or any(id(group) in groups for group in theirs):
+            continue
+        if any(id(parameter) in held for group in theirs for parameter in group["params"]):
+            logging.getLogger("penstock").warning(
+                f"an optimizer that the pipeline has not made ({type(each).__name__}) holds its parameters: its step() "
+                "and its learning rates change nothing. Leave it out, set rates in pipe.optimizer.param_groups, and "
+                "pass lr_scheduler= for a schedule"
+            )
+            return
+
+
+_OPTIMIZERS: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Those of all pipelines."""
 _CLAIMS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelClaim]]" = weakref.WeakKeyDictionary()
 """The newest claim to every module."""
