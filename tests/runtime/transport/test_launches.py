@@ -1,6 +1,7 @@
 """Tasks that a launcher has started become ranks or are refused, and never train alone without a word."""
 
 import re
+from multiprocessing import current_process
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def build() -> penstock.Pipeline:
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     return penstock.Pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.zeros(1, 2),), F.mse_loss, optimizer)
+
+
+def test_a_worker_that_imports_the_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
+
+    with pytest.raises(TransportError, match=r"if __name__ == '__main__':"):
+        build()
 
 
 @pytest.mark.parametrize(

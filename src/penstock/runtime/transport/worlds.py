@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
+from multiprocessing import current_process
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
@@ -309,6 +310,12 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
 
     `TransportError` if another process does not come within `timeout_seconds`, and as from `launched_rank`.
     """
+    if getattr(current_process(), "_inheriting", False):
+        # Python's own mark of a child that imports the script.
+        raise TransportError(
+            "this process is a worker that a data loader or multiprocessing has started (spawn), and it imports the "
+            "script: expected no Pipeline in it. Put what the script does under if __name__ == '__main__':"
+        )
     prepare_gpu()
     if dist.is_available() and dist.is_initialized():
         return Processes(timeout_seconds) if dist.get_world_size() > 1 else SingleProcess()
