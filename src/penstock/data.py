@@ -6,7 +6,6 @@ values. `prefetch` copies the next batch to the device while the present one is 
 """
 
 import inspect
-import logging
 import random
 import time
 import weakref
@@ -23,6 +22,7 @@ from penstock.capturing.initialization import read_device
 from penstock.capturing.preservation import kept_generators
 from penstock.capturing.randomness import microbatch_seed, seeded
 from penstock.errors import PenstockError, suggestion
+from penstock.progress import warn_once
 from penstock.torch_internals import pytrees as pytree
 
 B = TypeVar("B")
@@ -166,7 +166,7 @@ class Batches:
             return
         if microbatches is None:
             if self._shuffle:
-                logging.getLogger("penstock").warning(
+                warn_once(
                     "the last batch of every epoch has %d of %d samples; a step needs at least one for each "
                     "microbatch. drop_last=True leaves it out, and microbatches= checks it now",
                     left,
@@ -200,7 +200,7 @@ def warn_of_untracked(tracked: Iterable[object], since: float) -> None:
         state = batches.state_dict()
         if state["position"] or state["shuffle"]:
             _UNTOLD.discard(batches)
-            logging.getLogger("penstock").warning(
+            warn_once(
                 "a loader that was used is not tracked (%s): a run that goes on from this checkpoint begins it anew, "
                 "and trains on the same batches again. pipe.track(batches=loader), in every run, keeps its place",
                 state,

@@ -1,12 +1,13 @@
-"""What only a terminal gets: progress, and colors.
+"""What only a terminal gets: progress, and colors. What only one rank says.
 
-Files, pipes and the logs of continuous integration get neither.
+Files, pipes and the logs of continuous integration get no progress and no colors.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from logging import getLogger
 from threading import Event, Thread
 from time import monotonic
 from typing import TextIO, TypeVar
@@ -29,6 +30,17 @@ def colored(text: str, color: str, stream: TextIO) -> str:
     return text if plain else f"\x1b[{color}m{text}\x1b[0m"
 
 
+def is_first() -> bool:
+    """Whether this process tells what is the same on every rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def warn_once(text: str, *values: object) -> None:
+    """Logs the warning `text` of what is so on every rank, on one of them."""
+    if is_first():
+        getLogger("penstock").warning(text, *values)
+
+
 @contextmanager
 def elapsed_line(title: str, after_seconds: float = 2.0) -> Iterator[None]:
     """If its body takes longer than `after_seconds`, a line on stderr shows the seconds so far; it is erased then.
@@ -36,7 +48,7 @@ def elapsed_line(title: str, after_seconds: float = 2.0) -> Iterator[None]:
     For work whose end cannot be foreseen. Nothing is written unless stderr `is_interactive`, and by rank 0 only.
     """
     stream, ended = sys.stderr, Event()
-    if not is_interactive(stream) or os.environ.get("RANK", "0") != "0":
+    if not (is_interactive(stream) and is_first()):
         yield
         return
 

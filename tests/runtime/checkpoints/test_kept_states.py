@@ -320,6 +320,17 @@ def test_the_first_save_names_a_loader_whose_place_is_lost(
     assert "not tracked ({'seed': 3, 'epoch': 0, 'position': 2, " in message
 
 
+def test_one_rank_names_a_loader_whose_place_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, loader = make(), batches()
+    run(pipe, loader, 2, ahead=False)
+    monkeypatch.setenv("RANK", "1")
+    pipe.save(tmp_path / "run")
+
+    assert not [each for each in caplog.messages if "tracked" in each]
+
+
 def test_places_of_an_older_checkpoint_are_said(caplog: pytest.LogCaptureFixture) -> None:
     own = [{"loaders": [{"epoch": 2, "position": 7}], "generators": None, "objects": {}}]
     OwnStates(torch.device("cpu")).choose(own, 0, 1)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from penstock.errors import CheckpointError, PenstockError
+from penstock.progress import warn_once
 from penstock.runtime.checkpoints.manifests import copied_value
 from penstock.runtime.checkpoints.training_state import TrainingState, kept
 from penstock.runtime.collectives.store_gathers import PatientGather
@@ -174,7 +175,7 @@ class BackgroundSaves:
         """
         self._began = time.perf_counter()
         if self._present is not None and not self._engine.snapshot_reached:
-            logging.getLogger("penstock").warning(
+            warn_once(
                 "a save with wait=False after step %d drains the pipeline, which changes the numbers of an "
                 "asynchronous schedule: expected enough steps since the save before, found stages that it has not "
                 "reached. Let more steps pass between saves (docs/checkpoints.md)",

@@ -5,7 +5,6 @@ number of processes gets them only if they were all equal.
 """
 
 import hashlib
-import logging
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from penstock.data import Batches, warn_of_untracked
 from penstock.errors import CheckpointError
+from penstock.progress import warn_once
 from penstock.runtime.checkpoints.manifests import Manifest, bytes_of
 from penstock.runtime.files.plain_values import Json, encode
 from penstock.runtime.parameters.shards import whole
@@ -75,7 +75,7 @@ class OwnStates:
         keep = partial(keep_copy, tensors)
         warn_of_untracked(self.tracked.values(), self.since)
         for name in self.waiting.keys() - self.tracked.keys():
-            logging.getLogger("penstock").warning(
+            warn_once(
                 "the checkpoint that was loaded has a state of %r, and no such object was tracked: this state is not "
                 "in the checkpoint that is saved now",
                 name,
@@ -93,7 +93,7 @@ class OwnStates:
         and there are now another number of processes.
         """
         if any(each.get("loaders") for each in own):
-            logging.getLogger("penstock").warning(
+            warn_once(
                 "the checkpoint is of an older version, which kept the places of loaders without track(): they begin "
                 "anew. Call their set_epoch(epoch, position) with these: %s",
                 own[min(rank, len(own) - 1)]["loaders"],
