@@ -48,7 +48,7 @@ def are_alike(one: str, other: str) -> bool:
 
 
 def show_alone(error: BaseException) -> bool:
-    """`show` without the other ranks: an error of rank 0 is told, and one of another rank is a line."""
+    """`show` without the other ranks: rank 0 shows the whole screen of its error, and another rank a line."""
     rank = os.environ.get("RANK", "")
     if not (rank.isdecimal() and isinstance(error, Exception) and is_wanted(sys.__excepthook__)):
         return False

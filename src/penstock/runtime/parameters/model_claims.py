@@ -43,16 +43,16 @@ def is_claimed(parameter: nn.Parameter) -> bool:
 
 
 def hint_at_other_optimizers(own: Sequence[Optimizer]) -> None:
-    """Warns of an optimizer that no pipeline has made and that holds parameters of the `own` ones of a pipeline."""
-    held = {id(parameter) for each in own for group in each.param_groups for parameter in group["params"]}
-    groups = {id(group) for each in own for group in each.param_groups}
-    # An object that stands for another one must not be asked for its class.
-    for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)] if held else ():
-        theirs = getattr(each, "param_groups", ())
-        # One that is put around an own one has the same groups.
-        if each in _OPTIMIZERS or any(id(group) in groups for group in theirs):
+    """Warns of an optimizer that no pipeline has made and that holds parameters of a pipeline's `own` ones."""
+    lists = [each.param_groups for each in own]
+    held = {id(parameter) for groups in lists for group in groups for parameter in group["params"]}
+    for each in gc.get_objects():
+        # An object that stands for another one must not be asked for its class.
+        if not issubclass(type(each), Optimizer) or each in _OPTIMIZERS:
             continue
-        if any(id(parameter) in held for group in theirs for parameter in group["params"]):
+        groups = getattr(each, "param_groups", [])
+        # One that is put around an own one has its groups.
+        if not any(groups is one for one in lists) and any(id(p) in held for group in groups for p in group["params"]):
             logging.getLogger("penstock").warning(
                 f"an optimizer that the pipeline has not made ({type(each).__name__}) holds its parameters: its step() "
                 "and its learning rates change nothing. Leave it out, set rates in pipe.optimizer.param_groups, and "
