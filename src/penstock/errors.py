@@ -1,13 +1,4 @@
-"""Every error that Penstock raises on purpose.
-
-    PenstockError
-    ├── CaptureError      the model could not be turned into a chain of layers
-    ├── ProfileError      a profile, its file or its measurement is wrong
-    ├── PlanError         a plan or a cluster is wrong, or does not fit the model
-    ├── ScheduleError     a schedule violates one of its rules
-    ├── TransportError    a peer died, hung, or sent an unexpected message
-    ├── CheckpointError   a saved state does not fit this model or plan
-    └── RehearsalError    a training in a pipeline has other numbers than the user's own loop
+"""Every error that Penstock raises on purpose, by the part that finds it.
 
 A message says where, what was expected, what was found, and what to do. Names in it may come from files and other
 processes, so a message holds no character that would command a terminal.

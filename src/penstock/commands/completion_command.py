@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.commands.command import Command, print_json
+from penstock.commands.command import Command, answer
 from penstock.errors import PenstockError
 
 
@@ -37,10 +37,7 @@ def _run(arguments: argparse.Namespace) -> None:
     # `python -m penstock` has no name that a shell could complete.
     arguments.parser.prog = "penstock"
     script = shtab.complete(arguments.parser, shell=arguments.shell)
-    if arguments.json:
-        print_json({"shell": arguments.shell, "script": script})
-    else:
-        print(script)
+    answer(arguments, script, {"shell": arguments.shell, "script": script})
 
 
 COMPLETION = Command(

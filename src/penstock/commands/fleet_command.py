@@ -15,7 +15,6 @@ from penstock.values.documents import write_text
 if TYPE_CHECKING:
     from penstock.fleet import FleetFile, FleetRun, Policy, ThroughputTable
 
-_ACTIONS = ("allocate", "simulate", "run")
 _NUMBER, _FILE = {"type": float, "metavar": "S"}, {"metavar": "FILE"}
 _OPTIONS: Sequence[tuple[str, str, Any, Mapping[str, Any], str]] = (
     ("simulate run", "--round-seconds", None, _NUMBER, "default: 360 to simulate, 30 to run"),
@@ -33,7 +32,8 @@ _OPTIONS: Sequence[tuple[str, str, Any, Mapping[str, Any], str]] = (
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=_ACTIONS, help="shares of time; a simulation; real trainings")
+    text = "shares of time; a simulation; real trainings"
+    parser.add_argument("action", choices=["allocate", "simulate", "run"], help=text)
     parser.add_argument("fleet", metavar="FLEET", help="a file with kinds of machines and jobs (YAML)")
     parser.add_argument("--policy", metavar="NAME", default="water-filling", help="default: water-filling")
     parser.add_argument("--plans", metavar="DIR", help="write the plan of each job on each kind into this directory")

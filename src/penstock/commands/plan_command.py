@@ -108,7 +108,9 @@ def _run(arguments: argparse.Namespace) -> None:
         _show_frontier(profiles, cluster, arguments, options)
         return
     made = plan(profiles, cluster, **options)
-    lines = [made.explain(), _next_steps(arguments)]
+    keep = "" if arguments.output else "Keep it with -o plan.yaml. "
+    load = f"penstock.Plan.load({arguments.output or 'plan.yaml'!r})"
+    lines = [made.explain(), f"{keep}Train with penstock.Pipeline(..., plan={load})."]
     if arguments.cluster is None and arguments.bandwidth is None and cluster.devices > 1:
         lines.insert(1, "No bandwidth was given, so links take no time: give --bandwidth, such as 10Gbps.")
     deliver(made, "\n".join(lines), arguments)
@@ -150,13 +152,6 @@ def _show_frontier(
     if arguments.svg is not None:
         found.save_svg(arguments.svg)
     answer(arguments, str(found), [asdict(point) for point in found.points])
-
-
-def _next_steps(arguments: argparse.Namespace) -> str:
-    """What to do with the plan."""
-    if arguments.output is None:
-        return "Keep it with -o plan.yaml; train with penstock.Pipeline(..., plan=penstock.Plan.load('plan.yaml'))."
-    return f"Train with penstock.Pipeline(..., plan=penstock.Plan.load({arguments.output!r}))."
 
 
 PLAN = Command(

@@ -3,6 +3,7 @@
 import argparse
 
 from penstock.commands.command import Command, declare_option, declare_progress, deliver, given
+from penstock.progress import is_first
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -16,14 +17,12 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    import os
-
     from penstock.commands.descriptions import describe_cluster
     from penstock.profiling import probe
 
     measured = probe(**given(arguments, "device", "offload_to", "timeout_seconds", "progress"))
     # Every rank has the whole cluster; one of them prints it.
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         deliver(measured, describe_cluster(measured), arguments)
 
 

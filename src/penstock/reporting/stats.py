@@ -218,20 +218,15 @@ def rate_of(name: str) -> float | None:
     return next((rate for parts, rate in _RATES if words.issuperset(parts)), None)
 
 
-_FORWARDS_OF_A_STEP = 3
-"""A backward takes twice the operations of its forward: one product for the gradient of each factor."""
-
-
 def count_training_flops(chain: LayerChain) -> float | None:
     """Three times the operations of the forward, for one sample of the captured ones: without recomputation, without
     the loss, and without regard to weights that are not trained.
 
-    A multiplication with an addition is two operations. None if no operator was counted.
+    A backward takes twice the operations of its forward: one product for the gradient of each factor. A multiplication
+    with an addition is two operations. None if no operator was counted.
     """
     operators = [operator for layer in chain.layers for operator in layer.operators]
-    if not operators:
-        return None
-    return _FORWARDS_OF_A_STEP * sum(operator.flops for operator in operators) / chain.inputs.microbatch_size
+    return 3 * sum(operator.flops for operator in operators) / chain.inputs.microbatch_size if operators else None
 
 
 @runtime_checkable
@@ -290,12 +285,8 @@ def log_stats(
     numbers = {f"penstock/{name}": number for name, number in stats.as_dict().items()}
     if result is not None:
         numbers = {"loss": float(result.loss), **result.metrics, **numbers}
-    _write(writer, numbers, step)
-
-
-def _write(writer: DictWriter | ScalarWriter, numbers: Mapping[str, float], step: int) -> None:
     if isinstance(writer, DictWriter):
-        writer.log(dict(numbers), step=step)
+        writer.log(numbers, step=step)
         return
     for name, value in numbers.items():
         writer.add_scalar(name, value, global_step=step)
