@@ -178,11 +178,6 @@ def instance(kinds: type | tuple[type, ...], expected: str, fix: str | Callable[
     return Rule(expected, lambda value: isinstance(value, kinds), lambda value: value, fix)
 
 
-def mapping(fix: str) -> Rule[Any]:
-    """A mapping such as a dict."""
-    return instance(Mapping, "a mapping", fix)
-
-
 def function(takes: Sequence[str], fix: str | Callable[[Any], str], classes: bool = False) -> Rule[Callable[..., Any]]:
     """A function that can be called with positional arguments, which `takes` names.
 

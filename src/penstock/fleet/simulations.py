@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, function, instance, integer, mapping, number
+from penstock.arguments import FLAG, Entries, FieldRules, check_arguments, function, instance, integer, number
 from penstock.errors import PlanError
 from penstock.fleet.allocations import Allocation
 from penstock.fleet.histories import CompletedJob, FleetRun, Held
@@ -32,7 +32,7 @@ class PriceHistory:
     changes: Mapping[str, tuple[tuple[float, float], ...]]
 
     def __post_init__(self) -> None:
-        mapping("write the names of kinds and (seconds, price) pairs").check(
+        instance(Mapping, "a mapping", "write the names of kinds and (seconds, price) pairs").check(
             "PriceHistory(changes=)", self.changes, PlanError
         )
         for name, found in self.changes.items():
@@ -79,7 +79,7 @@ _RULES: FieldRules = {
     "entities": Entries(instance(Entity, "an Entity", "build one")),
     "watched": instance(range, "a range of numbers of jobs", "leave it out to watch all").optional,
     "prices": instance(PriceHistory, "a PriceHistory", "build one, or leave it out").optional,
-    "pairs": mapping("write names of two jobs and their throughputs, or leave it out").optional,
+    "pairs": instance(Mapping, "a mapping", "write names of two jobs and their throughputs, or leave it out").optional,
     "ideal": FLAG,
     "record": FLAG,
     "budget": number(above=0).but("give the most that all jobs may cost, or leave it out").optional,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from penstock.arguments import Entries, check_arguments, check_fields, instance, mapping, number
+from penstock.arguments import Entries, check_arguments, check_fields, instance, number
 from penstock.errors import PlanError, counted, visible
 from penstock.fleet.jobs import Entity, Job, Kind
 from penstock.fleet.problems import Pair, Problem
@@ -53,8 +53,8 @@ class Machines:
 _MODEL_RULES = {
     "job": instance(Job, "a Job", "build one"),
     "profile": instance(Profile, "a Profile", "measure or load one, or leave it out").optional,
-    **dict.fromkeys(("profiles", "measured"), mapping("write the names of kinds and what is known of each")),
-    "options": mapping("write keywords of penstock.plan and their values"),
+    **dict.fromkeys(("profiles", "measured"), instance(Mapping, "a mapping", "write kinds and what is known of each")),
+    "options": instance(Mapping, "a mapping", "write keywords of penstock.plan and their values"),
 }
 
 
