@@ -50,11 +50,12 @@ class Run:
 
 def run(script: Path, processes: int, *arguments: str) -> Run:
     """Runs `script` in `processes` processes. Raises `CalledProcessError` if one fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launcher] if processes > 1 else []
     wrapped = [*command, sys.executable, "-c", _WRAPPER, str(script), *arguments]
-    printed = subprocess.run(wrapped, env=environment, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(wrapped, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     found = [(float(loss), float(seconds)) for loss, seconds in _LINE.findall(printed)]
     # Every process prints every loss.
     losses = tuple(dict.fromkeys(loss for loss, _ in found))
@@ -107,9 +108,18 @@ def main() -> None:
     shown = Report(options.save)
     shown.add(conditions("benchmarks/recipes.py"))
     head = ["recipe", "losses differ by", "plain", "pipeline", "faster", "plain", "pipeline, a process"]
-    shown.add(table(head, [row(name, options.steps, options.width) for name in options.only]))
+    rows, failed = list[list[str]](), list[str]()
+    for name in options.only:
+        try:
+            rows.append(row(name, options.steps, options.width))
+            print(*rows[-1], flush=True)
+        except subprocess.CalledProcessError as error:
+            failed.append(f"{name} failed with exit code {error.returncode}: its error is on stderr")
+    shown.add(table(head, rows), *failed)
     for name in sorted({*NAMES} - {*INSTALLED}):
         shown.add(f"{name} was left out: pip install {NEEDED[name]}")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
