@@ -47,7 +47,7 @@ FLOW = {
     "profiling": """errors arguments torch_internals values progress capturing training runtime.devices
         runtime.collectives runtime.transport runtime.execution runtime.batches runtime.engine runtime.assembly""",
     "training": "errors arguments torch_internals",
-    "data": "errors arguments torch_internals capturing",
+    "data": "errors arguments torch_internals progress capturing",
     "packing": "errors arguments values training",
     "oracle": """errors arguments torch_internals values scheduling scheduling.orders scheduling.verification capturing
         training""",
@@ -67,7 +67,7 @@ FLOW = {
     "runtime.assembly": """errors arguments torch_internals values doctor scheduling
         scheduling.orders scheduling.verification capturing training runtime.devices runtime.files runtime.collectives
         runtime.transport runtime.execution runtime.parameters runtime.batches runtime.engine""",
-    "runtime.checkpoints": """errors arguments torch_internals values scheduling capturing training data
+    "runtime.checkpoints": """errors arguments torch_internals values progress scheduling capturing training data
         runtime.devices runtime.files runtime.collectives runtime.transport runtime.parameters runtime.engine
         runtime.assembly""",
     "autoplans": """errors arguments values planning scheduling scheduling.orders capturing capturing.export profiling
