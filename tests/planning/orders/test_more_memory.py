@@ -55,7 +55,8 @@ def test_stages_that_fit_may_be_worse_than_those_that_are_sought_where_nothing_f
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("moves", [True, False])
-@pytest.mark.parametrize("seed", range(100))
+# The first is the one that the suite runs: three stages of which nothing fits under the lowest limit.
+@pytest.mark.parametrize("seed", sorted(range(100), key=lambda seed: seed != 13))
 def test_no_step_gets_longer_with_more_memory(seed: int, *, moves: bool) -> None:
     plan, profile, cluster, usual = limited_problem(seed)
     best = float("inf")
