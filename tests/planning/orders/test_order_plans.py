@@ -18,11 +18,11 @@ CLUSTER = Cluster.uniform(2, 12 * GB)
 
 def test_order_is_a_planner() -> None:
     """It takes the memory of the devices, and is as fast as every plan that trains as one device does."""
-    short = Profile(PROFILE.layers[-4:], 1)
-    needed = max(evaluate(Plan.uniform(4, 2, "1f1b-flush", 4), short, CLUSTER).peak_bytes)
+    short = Profile(PROFILE.layers[-3:], 1)
+    needed = max(evaluate(Plan.uniform(3, 2, "1f1b-flush", 3), short, CLUSTER).peak_bytes)
     small = CLUSTER.with_memory(needed)
-    found = penstock.plan(short, small, planner="order", microbatches=4)
-    other = penstock.plan(short, small, synchronous=True, straight=True, microbatches=4)
+    found = penstock.plan(short, small, planner="order", microbatches=3)
+    other = penstock.plan(short, small, synchronous=True, straight=True, microbatches=3)
 
     assert found.planner == "order" and found.ranks == 2
     assert found.predicted is not None and other.predicted is not None
