@@ -212,7 +212,7 @@ def test_bash_completes_commands_options_and_files(here: Path, capsys: Any) -> N
         complete_words penstock show prof
         complete_words penstock completion z
     """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=here)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=240, cwd=here)
 
     assert (done.stdout.splitlines(), done.stderr) == (["profile probe", "--bandwidth", "profile.json", "zsh"], "")
     for shell in ("zsh", "fish"):
@@ -263,7 +263,7 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -272,7 +272,7 @@ finally:
 @pytest.mark.parametrize("words", ["show profile.json", "--version"])
 def test_a_reader_that_leaves_early_is_no_error(here, words):
     command = f"{sys.executable} -c 'from penstock.cli import main; main()' {words} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)
 
     assert done.stderr == ""
 

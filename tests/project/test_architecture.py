@@ -427,7 +427,7 @@ sys.meta_path.insert(0, Blocked())
 import {", ".join(sources_where(is_pure))}
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
     assert (done.returncode, done.stderr) == (0, "")
 

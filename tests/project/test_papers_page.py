@@ -162,7 +162,7 @@ def test_one_command_runs_all_commands(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "papers"), str(page)]
 
     def run(*options: str) -> tuple[int, list[str]]:
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
         return done.returncode, [re.sub(r", \d+ s:", ":", line) for line in done.stdout.splitlines()]
 
     assert run() == (1, ["fail: exit 3", "left out, needs --data: test -d DIR"])

@@ -29,7 +29,7 @@ def outlive(processes: "list[Child]", failing: int, seconds: float) -> list[tupl
         processes[failing].communicate()
 
 
-def finish(processes: "list[Child]", seconds: float = 60) -> list[tuple[int | None, str]]:
+def finish(processes: "list[Child]", seconds: float = 240) -> list[tuple[int | None, str]]:
     """The exit code and standard error of each process. Raises if one does not end in `seconds`."""
     try:
         errors = [process.communicate(timeout=seconds)[1] for process in processes]
@@ -112,7 +112,7 @@ class Child:
             self.returncode = self._server.ask(ended=self._pid)
         return self.returncode
 
-    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 240.0) -> tuple[str, str]:
         """Waits for the end and returns standard output and standard error. Raises `TimeoutExpired` after `timeout`."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:

@@ -28,7 +28,7 @@ def require_hosts() -> None:
 
 
 def on_hosts(
-    network: Network, job: Callable[..., Any], *arguments: Any, seconds: float = 60.0, interface: bool = True
+    network: Network, job: Callable[..., Any], *arguments: Any, seconds: float = 240.0, interface: bool = True
 ) -> list[Any]:
     """``job(*arguments)`` on each of the hosts, in the environment of a launcher; what each returned."""
     return start_on_hosts(network, job, *arguments, interface=interface)(seconds)

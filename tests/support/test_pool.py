@@ -86,7 +86,7 @@ def impatient() -> Iterator[Pool]:
     first = Pool(1)
     first.run(1, find_process)
     first.close()
-    pool = Pool(3, seconds=15.0)
+    pool = Pool(3, seconds=60.0)
     yield pool
     pool.close()
 
@@ -105,7 +105,7 @@ def is_alive(process: int) -> bool:
     [
         (raise_error, (1,), r"rank 1:\nTraceback[^$]*ValueError: the job is broken"),
         (end, (7,), "rank 0:\nits process ended, with exit code 7\nrank 1:\nits process ended, with exit code 7"),
-        (hang, (600.0,), r"rank 0:\ndid not answer within 15 s[^$]*in hang[^$]*rank 1:[^$]*in hang"),
+        (hang, (600.0,), r"rank 0:\ndid not answer within 60 s[^$]*in hang[^$]*rank 1:[^$]*in hang"),
         (find_process, (FragileArgument(),), r"rank 1:\nTraceback[^$]*ValueError: cannot be read here"),
         (return_what_cannot_be_read, (), r"rank 1:\nwhat it answered cannot be read[^$]*ValueError: cannot be read"),
     ],
