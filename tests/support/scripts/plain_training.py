@@ -2,7 +2,8 @@
 
     plain_training.py DIRECTORY STEPS SECONDS [FAILURES [START [END]]]
 
-It takes START seconds before it knows the signal, and END seconds after its last save, when it knows it no more. After
+It takes START seconds before it knows the signal, and END seconds after its last save, when it knows it no more. With
+"first" for START, the first lease has no start before the signal ends it, and later ones take no time for it. After
 its first step it says that it has begun, as Penstock's trainings do.
 
 The result is the sum of all steps' numbers, so that a step that was left out or made twice shows.
@@ -16,10 +17,12 @@ from pathlib import Path
 
 directory, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 failures = int(sys.argv[4]) if len(sys.argv) > 4 else 0
-start, end = (float(sys.argv[n]) if len(sys.argv) > n else 0.0 for n in (5, 6))
+start, end = (sys.argv[n] if len(sys.argv) > n else "0" for n in (5, 6))
 directory.mkdir(parents=True, exist_ok=True)
 asked = []
-time.sleep(start)
+if start == "first":
+    start = "600" if Path(os.environ["PENSTOCK_FLEET_LEASE"]).name.startswith("1-") else "0"
+time.sleep(float(start))
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
 
 tries = directory / "tries"
@@ -54,4 +57,4 @@ for step in range(newest + 1, steps + 1):
 if newest < steps:
     save(steps)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    time.sleep(end)
+    time.sleep(float(end))
