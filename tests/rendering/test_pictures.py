@@ -289,7 +289,7 @@ def test_long_pictures_are_cut_short() -> None:
     picture = render(Schedule("1f1b-flush", 4, 8), minibatches=100, width=80)
 
     assert picture.count("\nrank 0 ") == 4
-    assert "\n\n... cut short: the first 3% is drawn\n\n" in picture
+    assert "\n\n... cut short: the first 3.3% is drawn\n\n" in picture
 
 
 def test_a_pause_a_billion_times_as_long_as_a_forward_takes_no_memory() -> None:
