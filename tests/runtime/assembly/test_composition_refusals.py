@@ -252,7 +252,7 @@ def said_when_a_tp_rank_fails() -> str:
         stage.layers[1].body.down.register_forward_pre_hook(fail)
 
     calls: list[int] = []
-    pipe = Run("", tp=2, blocks=4).make(parallelize=break_down, timeout_seconds=4.0)
+    pipe = Run("", tp=2, blocks=4).make(parallelize=break_down, timeout_seconds=12.0)
     try:
         for x, y in BATCHES:
             calls.append(1)

@@ -107,4 +107,4 @@ def fail_directly(failing: int) -> str:
 
 def stall_directly(failing: int) -> str:
     """The error of this rank when the layer of `failing` takes longer than the other rank waits."""
-    return _train(failing, 7.0, 3.0)
+    return _train(failing, 16.0, 12.0)
