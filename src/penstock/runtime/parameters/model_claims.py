@@ -47,10 +47,10 @@ def hint_at_other_optimizers(own: Sequence[Optimizer]) -> None:
     lists = [each.param_groups for each in own]
     held = {id(parameter) for groups in lists for group in groups for parameter in group["params"]}
     for each in gc.get_objects():
-        # An object that stands for another one must not be asked for its class.
+        # An object that stands for another one must not be asked for its class, nor a half-made one for its groups.
         if not issubclass(type(each), Optimizer) or each in _OPTIMIZERS:
             continue
-        groups = getattr(each, "param_groups", [])
+        groups = vars(each).get("param_groups", [])
         # One that is put around an own one has its groups.
         if not any(groups is one for one in lists) and any(id(p) in held for group in groups for p in group["params"]):
             logging.getLogger("penstock").warning(
