@@ -48,7 +48,7 @@ def choose_skips(schedule: Schedule, hops: Mapping[Skip, float]) -> Schedule:
         wanted = sorted(find_places(_shortened(schedule), wanted))
     if schedule.ties or schedule.norms:
         return _added(schedule, wanted)
-    return replace(schedule, skips=tuple(wanted))
+    return schedule if tuple(wanted) == schedule.skips else replace(schedule, skips=tuple(wanted))
 
 
 def _saves(schedule: Schedule, skip: Skip, size_bytes: float) -> bool:

@@ -87,7 +87,7 @@ class JudgedStages:
 
     @cached_property
     def _plan_costs(self) -> Costs:
-        skips = planned_schedule(self.plan, self.profile).skips
+        skips = planned_schedule(self.plan, self.profile).skips if self.profile.crossings else ()
         options = Assumptions(**self.options)
         return plan_costs(self.plan, self.profile, self.cluster, self.plan.placement, options, skips=skips)
 
