@@ -20,7 +20,7 @@ from support.architecture import parse, room_of
 from support.paths import ROOT
 
 ROOM = "torch_internals"
-DOCUMENTED = {"os._exit"}
+DOCUMENTED = {"os._exit", "sys._current_frames"}
 """Names that the Python documentation has, underscore and all."""
 
 

@@ -1,7 +1,8 @@
 """Tasks that a launcher has started become ranks or are refused, and never train alone without a word."""
 
 import re
-from multiprocessing import current_process
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def build() -> penstock.Pipeline:
 
 
 def test_a_worker_that_imports_the_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
+    monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
 
     with pytest.raises(TransportError, match=r"if __name__ == '__main__':"):
         build()
