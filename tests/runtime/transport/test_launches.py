@@ -1,8 +1,6 @@
 """Tasks that a launcher has started become ranks or are refused, and never train alone without a word."""
 
 import re
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -33,11 +31,9 @@ def build() -> penstock.Pipeline:
     return penstock.Pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.zeros(1, 2),), F.mse_loss, optimizer)
 
 
-def test_a_worker_that_imports_the_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
-
+def test_a_worker_that_imports_the_script_is_no_rank() -> None:
     with pytest.raises(TransportError, match=r"if __name__ == '__main__':"):
-        build()
+        exec("build()", {"__name__": "__mp_main__", "build": build})
 
 
 @pytest.mark.parametrize(

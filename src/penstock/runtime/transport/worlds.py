@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
+from traceback import walk_stack
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
@@ -309,8 +310,8 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
 
     `TransportError` if another process does not come within `timeout_seconds`, and as from `launched_rank`.
     """
-    if sys.modules["__main__"] is not sys.modules.get("__mp_main__", sys.modules["__main__"]):
-        # The script is imported under the second name, and has the first one, too, once that is done.
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "<module>")
+    if any(frame.f_globals.get("__name__") == "__mp_main__" for frame in frames):
         raise TransportError(
             "this process is a worker that a data loader or multiprocessing has started (spawn), and it imports the "
             "script: expected no Pipeline in it. Put what the script does under if __name__ == '__main__':"
