@@ -61,6 +61,7 @@ _FRAMES = 40
 _LIBRARIES = (str(Path(__file__).parents[2]), str(Path(os.__file__).parent), "<frozen")
 """Where files lie that are not the user's own. Installed packages lie below the second."""
 _WRITTEN = sys.version_info < (3, 12)
+"""Whether `faulthandler` writes the stacks for a record, in place of a walk over frames."""
 _THREAD = re.compile(r"(?:Thread|Current thread) (0x[0-9a-f]+) .*")
 _CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 

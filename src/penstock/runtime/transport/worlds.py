@@ -310,6 +310,7 @@ def join_world(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
 
     `TransportError` if another process does not come within `timeout_seconds`, and as from `launched_rank`.
     """
+    # A spawned process imports the script under this name, which its functions keep once that is done.
     frames = (frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "<module>")
     if any(frame.f_globals.get("__name__") == "__mp_main__" for frame in frames):
         raise TransportError(
